@@ -1,0 +1,70 @@
+# Every target works on a fresh clone with only Python >= 3.10 and make; `make` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+# Passed to the script of `make fastsac`, to pytest of `make test`, to benchmarks/compare.py of `make bench`.
+ARGS ?=
+# Passed to pip, e.g. an index of CPU-only torch builds: make install PIP_ARGS="--extra-index-url URL"
+PIP_ARGS ?=
+# Cases of `make bench`.
+CASES ?= ingest sample sample_nstep
+
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test test-long coverage fastsac lint format docs bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## create .venv with the tested versions of constraints.txt (does nothing when up to date)
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(INSTALLED): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make install: Python >= 3.10 is needed, '$(PYTHON)' is not; set PYTHON=/path/to/python3."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP_INSTALL) -e ".[sota,test]"
+	@touch $@
+
+$(VENV)/.installed-%: $(INSTALLED)
+	$(PIP_INSTALL) -e ".[$*]"
+	@touch $@
+
+$(VENV)/.installed-peers: benchmarks/requirements-peers.txt $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps -r $<
+	@touch $@
+
+test: $(INSTALLED) ## run the tests that need no GPU
+	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+
+test-long: $(INSTALLED) ## the same with many more random programs (HYPOTHESIS_PROFILE=long)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -m "not gpu" --timeout=3600 $(ARGS)
+
+coverage: $(INSTALLED) ## run the tests and report the lines that none of them reaches
+	$(BIN)/python -m pytest -q -m "not gpu" --cov --cov-report=term $(ARGS)
+
+fastsac: $(INSTALLED) ## train FastSAC: a walker learns to walk (options: ARGS="seed=1")
+	$(BIN)/python sota_implementations/fast_sac/fast_sac.py $(ARGS)
+
+lint: $(VENV)/.installed-lint ## ruff (rules and format) and mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.installed-lint ## sort imports, fix what ruff can fix, format
+	$(BIN)/python -m ruff check --fix-only .
+	$(BIN)/python -m ruff format .
+
+docs: $(VENV)/.installed-docs ## build the documentation in docs/_build/html
+	$(BIN)/python -m sphinx -b html docs docs/_build/html $(ARGS)
+
+bench: $(VENV)/.installed-bench $(VENV)/.installed-peers ## compare with the peers (CASES="ingest sample" ARGS="--device cuda")
+	$(BIN)/python benchmarks/compare.py $(CASES) $(ARGS)
+
+clean: ## remove .venv, caches and build outputs (keeps outputs/)
+	rm -rf $(VENV) build dist docs/_build docs/reference/generated htmlcov .coverage .coverage.* \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks _vizdoom _vizdoom.ini *.egg-info
+	find torchrl_ext test benchmarks sota_implementations -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
