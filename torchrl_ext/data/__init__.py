@@ -1,0 +1,23 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Replay over packed rows: storages, writers, samplers and buffers that plug into TorchRL's."""
+
+from torchrl_ext.data.batch_pool import BatchPool
+from torchrl_ext.data.layout import Field, RowLayout
+from torchrl_ext.data.packing import PackedRun
+from torchrl_ext.data.replay_buffers import SlotReplayBuffer
+from torchrl_ext.data.samplers import TransitionSampler
+from torchrl_ext.data.storages import SlotHandle, SlotStorage
+from torchrl_ext.data.writers import SlotWriter
+
+__all__ = [
+    "BatchPool",
+    "Field",
+    "PackedRun",
+    "RowLayout",
+    "SlotHandle",
+    "SlotReplayBuffer",
+    "SlotStorage",
+    "SlotWriter",
+    "TransitionSampler",
+]

@@ -1,0 +1,176 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The one allocation behind a storage, and the views that give its bytes their meaning."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Literal
+
+import numpy as np
+import torch
+
+from torchrl_ext.data.layout import RowLayout
+from torchrl_ext.data.sizing import PAGE, POSITION_ROWS, block_bytes, ensure_fits
+
+Kind = Literal["cpu", "pinned", "shared", "file", "cuda"]
+
+#: Rows of the position table.
+HEAD, RESERVED, TAIL, FINALS, NEWEST, WRITES, HOLES = range(POSITION_ROWS)
+#: Values of ``NEWEST``: what is known of the successor of a stream's newest row.
+UNKNOWN, PENDING, CUT = 0, 1, 2
+
+_WORD = torch.complex128  # 16 bytes, copied bit by bit by index operations
+_MAGIC = "torchrl_ext.SlotStorage"
+
+
+class SlotBlock:
+    """Positions, side table and rows of a storage in one tensor of bytes.
+
+    The order is: ``positions`` int64 ``[7, N]``; ``final_step`` int64 ``[N, F]``, the step that owns each side entry;
+    ``hole_step`` int64 ``[N, H]``; at the next page ``rows`` uint8 ``[capacity * N + N * F + 1, row_bytes]``: the ring,
+    the side table (entry ``f`` of stream ``s`` at ``capacity * N + s * F + f``) and a sink row for writes that must go
+    nowhere. A file has one page of JSON before it.
+
+    The side table of a stream is a ring of its own: the ``q``-th final observation lies at ``q % F`` and
+    ``positions[FINALS]`` counts them. The place of the next one holds the pending successor of the newest row, so that
+    a pending successor becomes final by counting it, without a copy.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        capacity: int,
+        num_streams: int,
+        final_capacity: int,
+        hole_capacity: int,
+        *,
+        kind: Kind,
+        device: torch.device,
+        filename: str | None = None,
+        create: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.capacity, self.num_streams = capacity, num_streams
+        self.final_capacity, self.hole_capacity = final_capacity, hole_capacity
+        self.kind: Kind = kind
+        self.device, self.filename = device, filename
+        self.nbytes = block_bytes(layout, capacity, num_streams, final_capacity, hole_capacity)
+        if create:
+            where = "cpu" if kind == "pinned" else kind
+            ensure_fits(layout, capacity, num_streams, self.nbytes, where, device=device, filename=filename)
+        self.bind(self._allocate(create))
+        if create:
+            self.positions.zero_()
+            self.final_step.fill_(-1)
+            self.hole_step.fill_(-1)
+
+    def adopt(
+        self, layout: RowLayout, geometry: dict, *, kind: Kind, device: torch.device, bytes_: torch.Tensor
+    ) -> None:
+        """Takes over bytes that another block of the same geometry wrote (unpickling)."""
+        self.layout, self.kind, self.device, self.filename = layout, kind, device, None
+        self.capacity, self.num_streams = geometry["capacity"], geometry["num_streams"]
+        self.final_capacity, self.hole_capacity = geometry["final_capacity"], geometry["hole_capacity"]
+        self.nbytes = bytes_.numel()
+        self.bind(bytes_)
+
+    def _allocate(self, create: bool) -> torch.Tensor:
+        if self.kind == "file":
+            return self._map_file(create)
+        if self.kind == "cuda":
+            return torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        if self.kind == "pinned":
+            return torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        block = torch.zeros(self.nbytes, dtype=torch.uint8)
+        return block.share_memory_() if self.kind == "shared" else block
+
+    def _map_file(self, create: bool) -> torch.Tensor:
+        size = PAGE + self.nbytes
+        if create:
+            header = json.dumps({"magic": _MAGIC, **self.geometry()}).encode()
+            if len(header) > PAGE:
+                raise ValueError(
+                    f"SlotStorage: the description of a memory-mapped row must fit {PAGE} bytes, got {len(header)}. "
+                    "Nothing was written; use fewer or shorter keys."
+                )
+            # Owned by the user alone; an existing file is not overwritten silently.
+            descriptor = os.open(self.filename, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                os.pwrite(descriptor, header, 0)
+            finally:
+                os.close(descriptor)
+        elif os.path.getsize(self.filename) != size:
+            raise ValueError(
+                f"SlotStorage: {self.filename} must be {size} bytes long, got {os.path.getsize(self.filename)}. "
+                "The file was left as it is."
+            )
+        return torch.from_file(self.filename, shared=True, size=size, dtype=torch.uint8)[PAGE:]
+
+    def geometry(self) -> dict:
+        """Describes the block by plain values."""
+        return {
+            "layout": self.layout.to_dict(),
+            "capacity": self.capacity,
+            "num_streams": self.num_streams,
+            "final_capacity": self.final_capacity,
+            "hole_capacity": self.hole_capacity,
+        }
+
+    @staticmethod
+    def read_header(filename: str) -> dict:
+        """Returns the geometry that a memory-mapped file states; raises ``ValueError`` for a foreign file."""
+        with open(filename, "rb") as file:
+            head = file.read(PAGE)
+        try:
+            header = json.loads(head.rstrip(b"\0"))
+            if header.pop("magic") != _MAGIC:
+                raise ValueError("other magic")
+            return header
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"SlotStorage: {filename} must begin with the header of a memory-mapped SlotStorage, got {head[:32]!r}. "
+                "The file was left as it is."
+            ) from error
+
+    def bind(self, block: torch.Tensor) -> None:
+        """Makes the views of a block of bytes."""
+        self.bytes = block
+        num, finals, holes = self.num_streams, self.final_capacity, self.hole_capacity
+        ints = block[: 8 * num * (POSITION_ROWS + finals + holes)].view(torch.int64)
+        positions, final_step, hole_step = ints.split([POSITION_ROWS * num, finals * num, holes * num])
+        self.positions = positions.view(POSITION_ROWS, num)
+        self.final_step = final_step.view(num, finals)
+        self.hole_step = hole_step.view(num, holes)
+        row_bytes = self.layout.row_bytes
+        count = num * (self.capacity + finals) + 1
+        self.rows = block[self.nbytes - count * row_bytes :].view(count, row_bytes)
+        self.ring = self.rows[: self.capacity * num].view(self.capacity, num, row_bytes)
+        self.side_start = self.capacity * num
+        self.sink = count - 1
+        self.words = self.rows.view(_WORD)
+        self.successor_words = self.words[:, : self.layout.successor_bytes // 16]
+        self.final = self.rows.view(torch.int32)[:, self.layout.final_offset // 4]
+        if self.device.type == "cpu":
+            # Bookkeeping works on few numbers at a time, where NumPy costs a third of a torch call.
+            self.np_positions = self.positions.numpy()
+            self.np_final_step = self.final_step.numpy()
+            self.np_hole_step = self.hole_step.numpy()
+            self.np_rows = self.rows.numpy()
+            self.np_final = self.np_rows.view(np.int32)[:, self.layout.final_offset // 4]
+            self.np_successors = self.np_rows[:, : self.layout.successor_bytes]
+
+        else:
+            # The writing process knows heads and tails without asking the device; the device decides the other rows.
+            self.np_positions = self.positions.cpu().numpy()
+
+    def position_copies(self) -> list[torch.Tensor | np.ndarray]:
+        """Returns the position tables that a host-side change of heads and tails must be written to."""
+        return [self.positions] if self.device.type == "cpu" else [self.positions, self.np_positions]
+
+    def used_slots(self) -> int:
+        """Returns how many leading slots hold live rows (rows are written from slot 0 on after each ``empty``)."""
+        lived = self.positions[HEAD] - self.positions[TAIL]
+        return min(int(lived.max()), self.capacity)

@@ -1,0 +1,150 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Saving and restoring a storage: exact bytes, positions, side table."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+
+from torchrl_ext.data._block import HEAD, RESERVED, TAIL, SlotBlock
+from torchrl_ext.data.layout import RowLayout
+from torchrl_ext.data.sizing import POSITION_ROWS
+
+if TYPE_CHECKING:
+    from torchrl_ext.data.storages import SlotStorage
+
+_FORMAT = "torchrl_ext.SlotStorage/1"
+_TENSORS = ("positions", "final_step", "hole_step", "ring", "side")
+
+
+def save_state(block: SlotBlock | None) -> dict[str, Any]:
+    """Returns plain values and host copies of all that lives; slots that were never written are left out."""
+    if block is None:
+        return {"format": _FORMAT, "geometry": None}
+    used = block.used_slots()
+    tensors = {
+        "positions": block.positions,
+        "final_step": block.final_step,
+        "hole_step": block.hole_step,
+        "ring": block.ring[:used],
+        "side": block.rows[block.side_start : block.sink],
+    }
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return {"format": _FORMAT, "geometry": block.geometry(), **copies}
+
+
+def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None:
+    """Raises ``ValueError`` unless a state can be loaded into a storage; returns its layout."""
+
+    def reject(what: str, wanted: Any, got: Any) -> None:
+        raise ValueError(f"load_state_dict: the state must have {what} {wanted}, got {got}. Nothing was changed.")
+
+    if not isinstance(state, dict) or state.get("format") != _FORMAT or "geometry" not in state:
+        reject("format", _FORMAT, list(state) if isinstance(state, dict) else type(state).__name__)
+    geometry = state["geometry"]
+    if geometry is None:
+        return None
+    layout = RowLayout.from_dict(geometry["layout"])
+    for name, wanted in (("capacity", storage.capacity), ("num_streams", storage.num_streams)):
+        if geometry[name] != wanted:
+            reject(name, wanted, geometry[name])
+    if storage.layout is not None and storage.layout != layout:
+        reject("the layout", list(storage.layout.by_key), list(layout.by_key))
+    num, finals, holes = geometry["num_streams"], geometry["final_capacity"], geometry["hole_capacity"]
+    shapes = {
+        "positions": (torch.int64, (POSITION_ROWS, num)),
+        "final_step": (torch.int64, (num, finals)),
+        "hole_step": (torch.int64, (num, holes)),
+        "side": (torch.uint8, (num * finals, layout.row_bytes)),
+    }
+    for name in _TENSORS:
+        tensor = state.get(name)
+        if not isinstance(tensor, torch.Tensor):
+            reject("the tensor", name, type(tensor).__name__)
+    for name, wanted in shapes.items():
+        got = (state[name].dtype, tuple(state[name].shape))
+        if got != wanted:
+            reject(name, wanted, got)
+    positions = state["positions"]
+    lived = int((positions[HEAD] - positions[TAIL]).max())
+    ring = (min(lived, storage.capacity), num, layout.row_bytes)
+    if tuple(state["ring"].shape) != ring:
+        reject("ring", ring, tuple(state["ring"].shape))
+    if bool((positions < 0).any()) or bool((positions[TAIL] > positions[HEAD]).any()):
+        reject("positions", "with 0 <= tail <= head", positions[[HEAD, TAIL]].tolist())
+    return layout
+
+
+def load_state(storage: SlotStorage, state: dict[str, Any]) -> None:
+    """Restores a checked state; the side table takes the saved size."""
+    layout = check_state(storage, state)
+    if layout is None:
+        storage.empty()
+        return
+    geometry = state["geometry"]
+    sizes = (geometry["final_capacity"], geometry["hole_capacity"])
+    block = storage._block
+    if block is None or (block.final_capacity, block.hole_capacity) != sizes:
+        if storage._kind == "file" and block is not None:
+            raise ValueError(
+                f"SlotStorage: the saved state must have (final_capacity, hole_capacity) "
+                f"{(block.final_capacity, block.hole_capacity)} to load into {storage._filename}, got {sizes}. "
+                "Nothing was changed."
+            )
+        block = storage._make_block(layout, *sizes)
+    block.positions.copy_(state["positions"])
+    block.positions[RESERVED] = block.positions[HEAD]
+    block.final_step.copy_(state["final_step"])
+    block.hole_step.copy_(state["hole_step"])
+    block.ring[: len(state["ring"])].copy_(state["ring"])
+    block.rows[block.side_start : block.sink].copy_(state["side"])
+    if block.device.type != "cpu":
+        block.np_positions[:] = state["positions"].numpy()
+    storage._bind(block)
+
+
+class SlotStorageCheckpointer(StorageCheckpointerBase):
+    """Writes a storage as one JSON description and raw files, with a checksum of each."""
+
+    def dumps(self, storage: SlotStorage, path: str | Path) -> None:
+        """Saves under a folder; the description is written last and by rename, so that half a save is no save."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        with storage._lock:
+            state = save_state(storage._block)
+        description = {"format": state["format"], "geometry": state["geometry"], "tensors": {}}
+        for name in _TENSORS if state["geometry"] is not None else ():
+            array = np.ascontiguousarray(state[name].numpy())
+            array.tofile(path / f"{name}.bin")
+            description["tensors"][name] = [list(array.shape), str(array.dtype), zlib.crc32(array)]
+        partial = path / "storage.json.partial"
+        partial.write_text(json.dumps(description))
+        partial.replace(path / "storage.json")
+
+    def loads(self, storage: SlotStorage, path: str | Path) -> None:
+        """Restores what :meth:`dumps` saved; raises ``ValueError`` when it is damaged. Nothing changes then."""
+        path = Path(path)
+        try:
+            description = json.loads((path / "storage.json").read_text())
+            state = {"format": description["format"], "geometry": description["geometry"]}
+            for name, (shape, dtype, checksum) in description["tensors"].items():
+                array = np.fromfile(path / f"{name}.bin", dtype=dtype)
+                if zlib.crc32(array) != checksum:
+                    raise ValueError(f"{name}.bin has another checksum than when it was saved")
+                state[name] = torch.from_numpy(array.reshape(shape))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"SlotStorage: {path} must hold a save, but {error.filename} does not exist. Nothing was changed."
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"SlotStorage: {path} must hold an undamaged save, got: {error}. Nothing was changed."
+            ) from error
+        storage.load_state_dict(state)

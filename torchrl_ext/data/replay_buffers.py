@@ -1,0 +1,245 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The replay buffer over packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_ext.data.batch_pool import BatchPool
+from torchrl_ext.data.packing import PackedRun
+from torchrl_ext.data.positions import snapshot, undisturbed
+from torchrl_ext.data.samplers import TransitionSampler
+from torchrl_ext.data.storages import SlotHandle, SlotStorage
+from torchrl_ext.data.writers import SlotWriter
+
+__all__ = ["SlotReplayBuffer"]
+
+_TRIES = 100
+
+
+class SlotReplayBuffer(ReplayBuffer):
+    """A TorchRL replay buffer that writes runs as bytes and samples transitions in two gathers.
+
+    It has everything :class:`torchrl.data.ReplayBuffer` has (transforms, ``prefetch``, iteration, ``state_dict``,
+    ``dumps``), and ``extend_batch`` for time-major runs. Sampled TensorDicts carry their ``"index"`` and
+    ``"index_generation"``.
+
+    Keyword Args:
+        storage (SlotStorage or callable): where rows are.
+        sampler (Sampler, optional): defaults to ``TransitionSampler()``.
+        contiguous (bool, optional): ``True`` gives each sampled field its own memory, ``False`` (default) strided views
+            of packed rows, which is faster to make and as fast to multiply.
+        sample_device (torch.device, optional): where samples are moved, packed. Defaults to the storage's device.
+        batch_size, transform, prefetch, generator, pin_memory and the other keywords: as in TorchRL. A CPU
+            ``generator`` also serves a CUDA storage. Without one, draws come from torch's default generator.
+
+    Raises:
+        TypeError: when the storage or the writer is of another kind.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_ext.data import SlotReplayBuffer, SlotStorage
+        >>> t = torch.arange(5.0).view(5, 1, 1).expand(5, 3, 1)
+        >>> run = TensorDict(
+        ...     {
+        ...         "observation": t,
+        ...         "next": {"observation": t + 1, "reward": t, "done": torch.zeros(5, 3, 1, dtype=torch.bool)},
+        ...     },
+        ...     [5, 3],
+        ... )
+        >>> buffer = SlotReplayBuffer(storage=SlotStorage(100, num_streams=3), batch_size=4)
+        >>> handle = buffer.extend_batch(run)
+        >>> len(buffer), buffer.sample()["next", "observation"].shape
+        (15, torch.Size([4, 1]))
+    """
+
+    _is_tensordict = True
+
+    def __init__(
+        self,
+        *,
+        storage: SlotStorage | Callable[[], SlotStorage],
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: SlotWriter | Callable[[], SlotWriter] | None = None,
+        contiguous: bool = False,
+        sample_device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.contiguous = contiguous
+        self.sample_device = None if sample_device is None else torch.device(sample_device)
+        self._pool = BatchPool()
+        super().__init__(
+            storage=storage,
+            sampler=TransitionSampler() if sampler is None else sampler,
+            writer=SlotWriter() if writer is None else writer,
+            **kwargs,
+        )
+
+    def _init(self) -> None:
+        super()._init()
+        if not isinstance(self._storage, SlotStorage) or not isinstance(self._writer, SlotWriter):
+            raise TypeError(
+                "SlotReplayBuffer: the storage must be a SlotStorage and the writer a SlotWriter, got "
+                f"{type(self._storage).__name__} and {type(self._writer).__name__}."
+            )
+
+    def set_storage(self, storage: Storage, collate_fn: Callable | None = None) -> Storage:
+        """Sets a new storage, re-registers the writer, resets the sampler and returns the previous storage."""
+        self._writer.register_storage(storage)  # rejects a storage of another kind before anything changes
+        with self._futures_lock, self._replay_lock:
+            self._clear_prefetch_queue_locked()
+            previous = super().set_storage(storage, collate_fn)
+            storage.attach(self)
+            self._sampler._empty()
+            self.set_rng(self._rng)
+        return previous
+
+    # ------------------------------------------------------------------ writing
+
+    def extend_batch(self, run: TensorDictBase | PackedRun, *, streams: slice | None = None) -> SlotHandle:
+        """Writes a time-major run ``[K, N]``; see :meth:`SlotStorage.extend_batch`.
+
+        Inverse transforms run on TensorDicts; packed runs are moved as they are.
+        """
+        if isinstance(run, TensorDictBase) and self._transform is not None and len(self._transform):
+            with _set_dispatch_td_nn_modules(True):
+                run = self._transform.inv(run)
+        with self._replay_lock, self._write_lock:
+            return self._storage.extend_batch(run, streams=streams)
+
+    def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Writes TorchRL's stream-major data ``[N, T]`` (``[T]`` when there is one stream).
+
+        Returns:
+            torch.Tensor: int64 ``[T * N, 2]``, the index of each row, oldest step first.
+
+        Raises:
+            TypeError, ValueError, KeyError: see :meth:`SlotStorage.extend_batch`. Nothing was written.
+        """
+        if update_priority is not None:
+            raise NotImplementedError("extend: update_priority belongs to prioritized buffers; leave it None.")
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(
+                f"extend: data must be a TensorDict of batch size [N, T], got {type(data).__name__}. "
+                "Nothing was written; stack the records first."
+            )
+        num_streams = self._storage.num_streams
+        if data.batch_dims == 1 and num_streams == 1:
+            data = data.unsqueeze(0)
+        if data.batch_dims != 2 or data.shape[0] != num_streams:
+            raise ValueError(
+                f"extend: data must have batch size [{num_streams}, T], got {list(data.batch_size)}. Nothing was "
+                "written; pass time-major runs to extend_batch()."
+            )
+        return self.extend_batch(data.transpose(0, 1)).index.flatten(0, 1)
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Writes one step of all streams, batch size ``[N]`` (``[]`` for one stream); returns its index ``[N, 2]``."""
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"add: data must be a TensorDict, got {type(data).__name__}. Nothing was written.")
+        if data.batch_dims == 0 and self._storage.num_streams == 1:
+            data = data.unsqueeze(0)
+        return self.extend_batch(data.unsqueeze(0)).index[0]
+
+    def end_streams(self, streams: slice | None = None) -> None:
+        """Cuts streams; see :meth:`SlotStorage.end_streams`."""
+        with self._replay_lock, self._write_lock:
+            self._storage.end_streams(streams)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Drops all rows, batches sampled ahead included; every old handle dies."""
+        with self._futures_lock:
+            self._clear_prefetch_queue_locked()
+            with self._replay_lock:
+                self._storage.empty(empty_write_count=empty_write_count)
+                self._sampler._empty()
+
+    # ------------------------------------------------------------------ sampling
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        contiguous: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> TensorDict | tuple[TensorDict, dict[str, Any]]:
+        """Samples a batch; see :class:`TransitionSampler` for its keys.
+
+        Args:
+            batch_size (int, optional): rows. Defaults to the buffer's.
+            return_info (bool, optional): whether to return ``(data, info)``. Defaults to ``False``.
+
+        Keyword Args:
+            contiguous (bool, optional): for this call. Defaults to the buffer's.
+            device (torch.device, optional): for this call. Defaults to the buffer's.
+
+        Returns:
+            TensorDict: batch size ``[batch_size]``; the caller owns its memory.
+
+        Raises:
+            RuntimeError: when no row can be sampled.
+            ValueError: when ``contiguous`` or ``device`` is given with ``prefetch``, whose batches are made ahead.
+        """
+        if contiguous is None and device is None:
+            return super().sample(batch_size, return_info)
+        if self._prefetch:
+            raise ValueError(
+                "sample: contiguous and device must be set on a buffer with prefetch, got them in a call. "
+                "Nothing was drawn."
+            )
+        before = self.contiguous, self.sample_device
+        with self._replay_lock:
+            try:
+                if contiguous is not None:
+                    self.contiguous = contiguous
+                if device is not None:
+                    self.sample_device = torch.device(device)
+                return super().sample(batch_size, return_info)
+            finally:
+                self.contiguous, self.sample_device = before
+
+    def _sample(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]]:
+        if not isinstance(self._sampler, TransitionSampler):
+            data, info = super()._sample(batch_size)
+            index = info["index"]
+            info["index"] = torch.stack(index, -1) if isinstance(index, tuple) else index
+            for key, value in info.items():
+                if is_tensor_collection(data) and isinstance(value, torch.Tensor) and value.shape[:1] == data.shape[:1]:
+                    data.set(key, value)
+            return data, info
+        with self._replay_lock, self._write_lock, self._storage._lock:
+            data = self._consistent_sample(batch_size)
+        info = {key: data.get(key) for key in ("index", "index_generation", "discount", "steps_to_next_obs")}
+        if self._pin_memory and data.device is not None and data.device.type == "cpu" and torch.cuda.is_available():
+            data = data.pin_memory()
+        if self._transform is not None and len(self._transform):
+            with _set_dispatch_td_nn_modules(True):
+                data = self._transform(data)
+        return data, info
+
+    def _consistent_sample(self, batch_size: int) -> TensorDict:
+        storage = self._storage
+        options = {"contiguous": self.contiguous, "device": self.sample_device, "pool": self._pool}
+        if not storage.has_other_writers:
+            return self._sampler.transitions(storage, batch_size, **options)
+        for _ in range(_TRIES):
+            before = snapshot(storage.block) if storage.initialized else None
+            data = self._sampler.transitions(storage, batch_size, **options)
+            handles = data.get("index"), data.get("index_generation")
+            if undisturbed(storage.block, before, *handles, self._sampler.n_steps):
+                return data
+        raise RuntimeError(
+            f"sample: writers in other processes overwrote the drawn rows {_TRIES} times in a row. Nothing was returned; "
+            "use a larger capacity."
+        )

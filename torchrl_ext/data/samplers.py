@@ -1,0 +1,295 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Samplers of transitions from a :class:`~torchrl_ext.data.SlotStorage`."""
+
+from __future__ import annotations
+
+import json
+from abc import ABCMeta
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, unravel_key
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from torchrl_ext.data._transitions import assemble
+from torchrl_ext.data.batch_pool import BatchPool
+from torchrl_ext.data.draws import Draw, draw_even, even_range, locate, place, sampleable_counts, uniform_ordinals
+from torchrl_ext.data.storages import SlotStorage
+
+__all__ = ["TransitionSampler"]
+
+_EMPTY = "sample: the storage must hold a row whose successor is known, got {}. Nothing was changed; write to it first."
+
+
+class _KeepsReplacement(type(Sampler)):
+    """TorchRL's metaclass turns ``replacement=False`` into another class; here it is an option of one class."""
+
+    def __call__(cls, *args, **kwargs):
+        return ABCMeta.__call__(cls, *args, **kwargs)
+
+
+class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
+    """Draws n-step transitions uniformly over all sampleable rows of all streams.
+
+    Every draw is independent: a minibatch is never a block of environments. A row is sampleable when it lives and its
+    successor is known. The n-step return follows the row's stream; it never crosses a termination, a truncation, a
+    reset or the head, where it is shorter (``k < n`` steps, ``discount = gamma**k``, the last known successor). What is
+    sampleable does not depend on ``n_steps``.
+
+    With :class:`~torchrl_ext.data.SlotReplayBuffer` a sample has, beside the stored fields of the row:
+
+    ========================================  =======================================================================
+    ``("next", key)``                         the successor of the last row used, for the keys of ``layout.next_keys``
+    ``("next", "reward")``                    ``sum(gamma**i * r[t + i], i < k)``
+    ``("next", "terminated")`` and the like   flags of the last row used
+    ``"discount"``                            ``gamma**k``, float32 ``[B, 1]``
+    ``"steps_to_next_obs"``                   ``k``, int64 ``[B, 1]`` (TorchRL's value estimators read it)
+    ``"index"``, ``"index_generation"``       (slot, stream) int64 ``[B, 2]`` and generation int64 ``[B]`` of the row
+    ========================================  =======================================================================
+
+    A terminated row that was written without a final observation has its own observation as successor.
+
+    Args:
+        n_steps (int, optional): steps of a return, at least 1. Defaults to 1.
+        gamma (float, optional): discount of one step, in ``[0, 1]``. Defaults to 0.99.
+
+    Keyword Args:
+        replacement (bool, optional): whether rows may repeat. ``False`` goes through a permutation of all sampleable
+            rows, reshuffled when it is used up or when rows were written. Defaults to ``True``.
+        drop_last (bool, optional): without replacement, drop the incomplete last batch. Defaults to ``False``.
+        stream_weights (torch.Tensor, optional): float ``[N]``, relative weight of each stream: a stream with rows is
+            drawn in proportion to its weight, then a row of it uniformly. Defaults to None (uniform over rows).
+        reward_key (NestedKey, optional): a scalar per row. Defaults to ``("next", "reward")``.
+
+    Raises:
+        ValueError: on impossible options.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_ext.data import SlotReplayBuffer, SlotStorage, TransitionSampler
+        >>> t = torch.arange(6.0).view(6, 1, 1)
+        >>> run = TensorDict(
+        ...     {
+        ...         "observation": t,
+        ...         "next": {
+        ...             "observation": t + 1,
+        ...             "reward": torch.ones(6, 1, 1),
+        ...             "done": torch.zeros(6, 1, 1, dtype=torch.bool),
+        ...         },
+        ...     },
+        ...     [6, 1],
+        ... )
+        >>> buffer = SlotReplayBuffer(storage=SlotStorage(8), sampler=TransitionSampler(3, 0.9), batch_size=32)
+        >>> _ = buffer.extend_batch(run)
+        >>> sample = buffer.sample()
+        >>> span = sample["next", "observation"] - sample["observation"]
+        >>> bool((span == sample["steps_to_next_obs"]).all())
+        True
+    """
+
+    def __init__(
+        self,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        *,
+        replacement: bool = True,
+        drop_last: bool = False,
+        stream_weights: torch.Tensor | None = None,
+        reward_key: NestedKey = ("next", "reward"),
+    ) -> None:
+        if not isinstance(n_steps, int) or n_steps < 1:
+            raise ValueError(f"TransitionSampler: n_steps must be an int >= 1, got {n_steps!r}.")
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"TransitionSampler: gamma must be in [0, 1], got {gamma}.")
+        if stream_weights is not None:
+            stream_weights = torch.as_tensor(stream_weights, dtype=torch.float64)
+            if not replacement or stream_weights.dim() != 1 or not bool((stream_weights >= 0).all()):
+                raise ValueError(
+                    "TransitionSampler: stream_weights must be non-negative numbers [N] and go with replacement=True, "
+                    f"got {stream_weights.tolist()} with replacement={replacement}."
+                )
+        self.n_steps, self.gamma = n_steps, float(gamma)
+        self.replacement, self.drop_last = replacement, drop_last
+        self.stream_weights = stream_weights
+        self.reward_key = unravel_key(reward_key)
+        self._empty()
+
+    def transitions(
+        self,
+        storage: SlotStorage,
+        batch_size: int,
+        *,
+        contiguous: bool = False,
+        device: torch.device | None = None,
+        pool: BatchPool | None = None,
+    ) -> TensorDict:
+        """Draws and assembles ``batch_size`` transitions (see the class); what :class:`SlotReplayBuffer` calls.
+
+        Raises:
+            RuntimeError: when no row can be sampled.
+            ValueError: when ``n_steps > 1`` and the reward is not one floating-point number.
+        """
+        draw = self.draw(storage, batch_size)
+        return assemble(
+            storage.block,
+            draw,
+            self.n_steps,
+            self.gamma,
+            self.reward_key,
+            contiguous=contiguous,
+            device=device,
+            pool=pool,
+        )
+
+    def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
+        """Draws rows; see :meth:`transitions`."""
+        if not len(storage):
+            raise RuntimeError(_EMPTY.format("an empty storage"))
+        block = storage.block
+        if not self.replacement:
+            return self._draw_permuted(storage, batch_size)
+        if self.stream_weights is not None:
+            return self._draw_weighted(storage, batch_size)
+        return draw(storage, batch_size, self._rng) if block is not None else None
+
+    def _draw_weighted(self, storage: SlotStorage, batch_size: int) -> Draw:
+        block = storage.block
+        if len(self.stream_weights) != block.num_streams:
+            raise ValueError(
+                f"TransitionSampler: stream_weights must have one number per stream ({block.num_streams}), got "
+                f"{len(self.stream_weights)}."
+            )
+        low, high, counts = sampleable_counts(block)
+        ends = (self.stream_weights.to(block.device) * (counts > 0)).cumsum(0)
+        if block.device.type == "cpu" and not float(ends[-1]):
+            raise RuntimeError(_EMPTY.format("none in a stream of positive weight"))
+        device = block.device if self._rng is None else self._rng.device
+        unit = torch.rand(2, batch_size, dtype=torch.float64, generator=self._rng, device=device).to(block.device)
+        stream = torch.searchsorted(ends, unit[0] * ends[-1], right=True).clamp_(max=block.num_streams - 1)
+        return place(block, low, high, stream, (unit[1] * counts[stream]).long())
+
+    def _draw_permuted(self, storage: SlotStorage, batch_size: int) -> Draw:
+        block = storage.block
+        low, high, counts = sampleable_counts(block)
+        key = torch.stack([low, high])
+        if self._order is None or self._order_key is None or not torch.equal(self._order_key.to(key.device), key):
+            self._shuffle(key, counts)
+        if self.drop_last and len(self._order) < batch_size:
+            raise ValueError(
+                f"TransitionSampler: the batch size must be at most the {len(self._order)} sampleable rows with "
+                f"drop_last=True, got {batch_size}."
+            )
+        ordinal = self._order[:batch_size]
+        self._order = self._order[batch_size:]
+        self.ran_out = len(self._order) < (batch_size if self.drop_last else 1)
+        drawn = locate(block, low, counts, ordinal.to(block.device), high)
+        if self.ran_out:
+            self._shuffle(key, counts)
+        self._count_remaining(batch_size)
+        return drawn
+
+    def _shuffle(self, key: torch.Tensor, counts: torch.Tensor) -> None:
+        # The number of rows is read back once per pass over the data, also on CUDA.
+        total = int(counts.sum())
+        if not total:
+            raise RuntimeError(_EMPTY.format("none"))
+        device = key.device if self._rng is None else self._rng.device
+        self._order = torch.randperm(total, generator=self._rng, device=device)
+        self._order_key = key
+
+    def _count_remaining(self, batch_size: int) -> None:
+        left = len(self._order)
+        self._remaining_batches = left // batch_size if self.drop_last else -(left // -batch_size)
+
+    # ------------------------------------------------------------------ TorchRL's sampler interface
+
+    def sample(self, storage: SlotStorage, batch_size: int) -> tuple[tuple[torch.Tensor, torch.Tensor], dict]:
+        """Draws one-step transitions for a stock :class:`torchrl.data.ReplayBuffer`.
+
+        Raises:
+            RuntimeError: for ``n_steps > 1``: a stock buffer drops what a sampler computes; use SlotReplayBuffer.
+            TypeError: for another storage.
+        """
+        if not isinstance(storage, SlotStorage):
+            raise TypeError(f"TransitionSampler: the storage must be a SlotStorage, got {type(storage).__name__}.")
+        if self.n_steps > 1:
+            raise RuntimeError(
+                f"TransitionSampler: n_steps={self.n_steps} needs SlotReplayBuffer; a stock ReplayBuffer drops the "
+                "returns that a sampler computes. Nothing was drawn."
+            )
+        drawn = self.draw(storage, batch_size)
+        return (drawn.slot, drawn.stream), {}
+
+    def _sampleable_count(self, storage: SlotStorage, batch_size: int) -> int:
+        return int(sampleable_counts(storage.block)[2].sum()) if storage.initialized else 0
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last batch ended a pass (without replacement)."""
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = bool(value)
+
+    def _empty(self) -> None:
+        self._order = self._order_key = None
+        self._ran_out = False
+        self._remaining_batches = Sampler._remaining_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the current permutation; options are the constructor's."""
+        return OrderedDict(order=self._order, order_key=self._order_key, ran_out=self._ran_out)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`state_dict`."""
+        try:
+            order, key, ran_out = (state_dict[name] for name in ("order", "order_key", "ran_out"))
+        except KeyError as error:
+            raise ValueError(
+                f"TransitionSampler: the state must have the key {error}, got {list(state_dict)}. Nothing was changed."
+            ) from error
+        self._order = None if order is None else order.clone()
+        self._order_key = None if key is None else key.clone()
+        self._ran_out = bool(ran_out)
+
+    def dumps(self, path: str | Path) -> None:
+        """Writes :meth:`state_dict` under a folder."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(dict(self.state_dict()), Path(path) / "sampler.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Reads what :meth:`dumps` wrote."""
+        self.load_state_dict(torch.load(Path(path) / "sampler.pt", weights_only=True))
+
+    def __repr__(self) -> str:
+        options = {"n_steps": self.n_steps, "gamma": self.gamma, "replacement": self.replacement}
+        return f"{type(self).__name__}({json.dumps(options)[1:-1]})"
+
+
+def draw(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> Draw:
+    """Draws rows uniformly over all sampleable rows, with replacement."""
+    block = storage.block
+    if block.device.type == "cpu":
+        even = even_range(block)
+        if even is not None:
+            if even[0] == even[1]:
+                raise RuntimeError(_EMPTY.format("none"))
+            return draw_even(block, *even, batch_size, generator)
+    low, high, counts = sampleable_counts(block)
+    total = counts.sum()
+    if block.device.type == "cpu" and not int(total):
+        raise RuntimeError(_EMPTY.format("none"))
+    return locate(block, low, counts, uniform_ordinals(block, total, batch_size, generator), high)
+
+
+def draw_index(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Draws (slot, stream) int64 ``[B, 2]`` for stock samplers."""
+    if not len(storage):
+        raise RuntimeError(_EMPTY.format("an empty storage"))
+    drawn = draw(storage, batch_size, generator)
+    return torch.stack([drawn.slot, drawn.stream], -1)
