@@ -17,7 +17,8 @@ from torchrl_ext.data.sizing import PAGE, POSITION_ROWS, block_bytes, ensure_fit
 Kind = Literal["cpu", "pinned", "shared", "file", "cuda"]
 
 #: Rows of the position table.
-HEAD, RESERVED, TAIL, FINALS, NEWEST, WRITES, HOLES = range(POSITION_ROWS)
+HEAD, RESERVED, TAIL, FINALS, NEWEST, UNCOUNTED, HOLES = range(POSITION_ROWS)
+#: ``UNCOUNTED`` is what to take from a head to get the rows written since the write count was reset.
 #: Values of ``NEWEST``: what is known of the successor of a stream's newest row.
 UNKNOWN, PENDING, CUT = 0, 1, 2
 
@@ -165,6 +166,14 @@ class SlotBlock:
         else:
             # The writing process knows heads and tails without asking the device; the device decides the other rows.
             self.np_positions = self.positions.cpu().numpy()
+            self.cut_unknown = bool((self.hole_step >= 0).any())
+
+    @property
+    def may_have_holes(self) -> bool:
+        """Whether a row may live whose stream was cut before its successor was known."""
+        if self.device.type == "cpu":
+            return bool((self.np_hole_step >= 0).any())
+        return self.cut_unknown
 
     def position_copies(self) -> list[torch.Tensor | np.ndarray]:
         """Returns the position tables that a host-side change of heads and tails must be written to."""

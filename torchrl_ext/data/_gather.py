@@ -55,37 +55,39 @@ class Chain:
     final: torch.Tensor
 
 
-def follow_numpy(block: SlotBlock, draw: Draw, span: Span, rows: np.ndarray, n_steps: int, gamma: float) -> Chain:
-    """Follows returns on the host; ``rows`` are the gathered ones, uint8 ``[B, row_bytes]``."""
-    final = rows[:, span.final_offset : span.final_offset + 4].view(np.int32)[:, 0]
+def follow_numpy(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float) -> Chain:
+    """Follows returns on the host, on compact copies of the spans: the gathered rows would be a cache miss each."""
     if n_steps == 1:
-        return Chain(None, None, draw.at, draw.room, None, torch.from_numpy(final))
+        return Chain(None, None, draw.at, draw.room, None, block.final.index_select(0, draw.at))
     at, room = draw.at.numpy(), draw.room.numpy()
     ring = block.capacity * block.num_streams
     width = span.stop - span.start
     words = block.words[:, span.start // 16 : span.stop // 16]
     words = words.squeeze(1) if words.shape[1] == 1 else words
-    last = rows[:, span.start : span.stop].copy().view(np.complex128)
     dtype = np.float32 if span.reward.dtype == torch.float32 else np.float64
     reward_at, final_at = span.reward.offset - span.start, span.final_offset - span.start
-    total = rows[:, span.reward.offset :][:, : span.reward.nbytes].view(dtype)[:, 0].copy()
+
+    def read(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        gathered = words.index_select(0, rows).numpy().reshape(len(at), -1)
+        parts = gathered.view(np.uint8).reshape(len(at), width)
+        final = parts[:, final_at : final_at + 4].view(np.int32)[:, 0]
+        return gathered, final, parts[:, reward_at : reward_at + span.reward.nbytes].view(dtype)[:, 0]
+
+    last, final, reward = read(draw.at)
+    total = reward.copy()
     alive = (final == FOLLOWED) & (room > draw.unit)
     steps = np.ones(len(at), dtype=np.int64)
     for k in range(1, n_steps):
         # Rows whose return has ended read somewhere harmless; the mask drops what they read.
         later = at + k * block.num_streams
         later -= (later >= ring) * np.int64(ring)
-        gathered = words.index_select(0, torch.from_numpy(later)).numpy().reshape(len(at), -1)
-        read = gathered.view(np.uint8).reshape(len(at), width)
-        ended = read[:, final_at : final_at + 4].view(np.int32)[:, 0]
-        alive &= ended != HOLE
-        reward = read[:, reward_at : reward_at + span.reward.nbytes].view(dtype)[:, 0]
+        gathered, final, reward = read(torch.from_numpy(later))
+        alive &= final != HOLE
         np.add(total, reward * dtype(gamma**k), out=total, where=alive)
         np.copyto(last, gathered, where=alive[:, None])
         steps += alive
-        alive &= (ended == FOLLOWED) & (room > (k + 1) * draw.unit)
-    used = (steps - 1) * block.num_streams
-    last_at = at + used
+        alive &= (final == FOLLOWED) & (room > (k + 1) * draw.unit)
+    last_at = at + (steps - 1) * block.num_streams
     last_at -= (last_at >= ring) * np.int64(ring)
     last = last.view(np.uint8).reshape(len(at), width)
     parts = (steps, total, last_at, room - (steps - 1) * draw.unit, last)
@@ -93,31 +95,30 @@ def follow_numpy(block: SlotBlock, draw: Draw, span: Span, rows: np.ndarray, n_s
     return Chain(*tensors, torch.from_numpy(last[:, final_at : final_at + 4].view(np.int32)[:, 0]))
 
 
-def follow(block: SlotBlock, draw: Draw, span: Span, rows: torch.Tensor, n_steps: int, gamma: float) -> Chain:
+def follow(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float) -> Chain:
     """Follows returns with torch operations only, without a host synchronisation (CUDA, and any reward dtype)."""
-    final = rows.view(torch.int32)[:, span.final_offset // 4]
     if n_steps == 1:
-        return Chain(None, None, draw.at, draw.room, None, final)
+        return Chain(None, None, draw.at, draw.room, None, block.final.index_select(0, draw.at))
     ring = block.capacity * block.num_streams
-    spans = block.rows[:, span.start : span.stop].view(torch.complex128)
-    last = rows[:, span.start : span.stop].clone(memory_format=torch.contiguous_format).view(torch.complex128)
-    reward = _part(last, span, span.reward)
-    total, steps = reward.clone(), torch.ones_like(draw.at)
+    spans = block.words[:, span.start // 16 : span.stop // 16]
+    last = spans.index_select(0, draw.at)
+    final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4]
+    total, steps = _part(last, span, span.reward).clone(), torch.ones_like(draw.at)
     alive = (final == FOLLOWED) & (draw.room > draw.unit)
     for k in range(1, n_steps):
         later = (draw.at + k * block.num_streams) % ring
         read = spans.index_select(0, later)
-        ended = read.view(torch.int32)[:, (span.final_offset - span.start) // 4]
-        alive = alive & (ended != HOLE)
+        final = read.view(torch.int32)[:, (span.final_offset - span.start) // 4]
+        alive = alive & (final != HOLE)
         # ``where`` and not a product: what ended returns read may be NaN.
         total = torch.where(alive, total + _part(read, span, span.reward) * gamma**k, total)
         last = torch.where(alive.unsqueeze(-1), read, last)
         steps = steps + alive
-        alive = alive & (ended == FOLLOWED) & (draw.room > (k + 1) * draw.unit)
+        alive = alive & (final == FOLLOWED) & (draw.room > (k + 1) * draw.unit)
     last_at = (draw.at + (steps - 1) * block.num_streams) % ring
     room = draw.room - (steps - 1) * draw.unit
-    ended = last.view(torch.int32)[:, (span.final_offset - span.start) // 4]
-    return Chain(steps, total, last_at, room, last.view(torch.uint8), ended)
+    final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4]
+    return Chain(steps, total, last_at, room, last.view(torch.uint8), final)
 
 
 def _part(span_words: torch.Tensor, span: Span, field: Field) -> torch.Tensor:

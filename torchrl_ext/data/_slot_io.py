@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 
-from torchrl_ext.data._block import CUT, HEAD, HOLES, NEWEST, PENDING, RESERVED, TAIL, UNKNOWN, WRITES, SlotBlock
-from torchrl_ext.data.final_obs import moved_finals, needed_entries, plan_finals, promote, write_finals, write_newest
+from torchrl_ext.data._block import CUT, FINALS, HEAD, HOLES, NEWEST, PENDING, RESERVED, TAIL, UNKNOWN, SlotBlock
+from torchrl_ext.data.final_obs import moved_finals, needed_entries, newest_state, plan_finals, promote, write_finals
 from torchrl_ext.data.layout import HOLE, RowLayout
 from torchrl_ext.data.packing import Ends, PackedRun, Run, find_ends, write_marks, write_rows
 
@@ -36,7 +36,7 @@ def column_block(streams: slice | None, num_streams: int) -> slice:
 
 def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
     """Raises unless a packed run has the layout, the width and consistent parts."""
-    if run.layout != layout:
+    if run.layout is not layout and run.layout != layout:
         raise ValueError(
             f"extend_batch: the packed run must have the storage's layout {layout.digest[:12]} "
             f"({list(layout.by_key)}), got {run.layout.digest[:12]} ({list(run.layout.by_key)}). Nothing was written."
@@ -48,16 +48,18 @@ def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
             f"{list(rows.shape)}. Nothing was written."
         )
     count = 0 if at is None else len(at)
-    if (finals is None) != (at is None) or (finals is not None and len(finals) != count):
+    if (finals is None) != (at is None) or (finals is not None and finals.shape[0] != count):
         raise ValueError(
             f"extend_batch: finals and final_rows must have the same length, got "
             f"{'None' if finals is None else len(finals)} and {count}. Nothing was written."
         )
-    if count and not (0 <= int(at[0]) and int(at[-1]) < rows.shape[0] * width and bool((at[1:] > at[:-1]).all())):
-        raise ValueError(
-            f"extend_batch: final_rows must be ascending numbers below K * N = {rows.shape[0] * width}, got from "
-            f"{int(at.min())} to {int(at.max())}. Nothing was written."
-        )
+    if count:
+        numbers = at.numpy()
+        if numbers[0] < 0 or numbers[-1] >= rows.shape[0] * width or (numbers[1:] <= numbers[:-1]).any():
+            raise ValueError(
+                f"extend_batch: final_rows must be ascending numbers below K * N = {rows.shape[0] * width}, got from "
+                f"{numbers.min()} to {numbers.max()}. Nothing was written."
+            )
     if tail is not None and (len(tail) != width or tail.shape[-1] < layout.successor_bytes):
         raise ValueError(
             f"extend_batch: tail must be uint8 [{width}, >= {layout.successor_bytes}], got {list(tail.shape)}. "
@@ -72,30 +74,28 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     block = storage.block
     packed = isinstance(run, PackedRun)
     num_steps = run.rows.shape[0] if packed else run.num_steps
-    dropped = max(num_steps - block.capacity, 0)
     ends = run if packed else find_ends(block.layout, run)
-    plan = plan_finals(block, run, ends, columns, dropped)
+    plan = plan_finals(block, run, ends, columns, num_steps)
     if plan.needed > block.final_capacity:
         block = grow(storage, finals=plan.needed)
     positions = block.np_positions
     first = positions[HEAD, columns].copy()
     positions[RESERVED, columns] += num_steps
-    _copy_rows(block, run, ends, columns, dropped, first)
+    _copy_rows(block, run, ends, columns, num_steps, first)
     if plan.promoted is not None:
         promote(block, plan.promoted)
     write_finals(block, plan, ends)
     # A reader without the lock must never pair the new heads with the old pending successors.
     positions[NEWEST, columns] = UNKNOWN
     positions[HEAD, columns] += num_steps
-    write_newest(block, ends, columns)
-    positions[WRITES, columns] += num_steps
+    positions[NEWEST, columns] = newest_state(block, ends, columns)
     return SlotHandle(first, num_steps, columns, block.capacity)
 
 
 def _copy_rows(
-    block: SlotBlock, run: Run | PackedRun, ends: Ends | PackedRun, columns: slice, dropped: int, first: np.ndarray
+    block: SlotBlock, run: Run | PackedRun, ends: Ends | PackedRun, columns: slice, num_steps: int, first: np.ndarray
 ) -> None:
-    num_steps = run.rows.shape[0] if isinstance(run, PackedRun) else run.num_steps
+    dropped = max(num_steps - block.capacity, 0)
     if (first == first[0]).all():
         start, take = int(first[0] + dropped) % block.capacity, num_steps - dropped
         ahead = min(take, block.capacity - start)
@@ -167,7 +167,8 @@ def cut_streams(storage: SlotStorage, columns: slice) -> None:
     # Liveness of the newest row: it lives unless the stream is empty.
     lost = ids[(state == UNKNOWN) & (positions[HEAD, columns] > positions[TAIL, columns])]
     low = np.maximum(positions[TAIL], positions[HEAD] - block.capacity)
-    needed = needed_entries(block, low, pending) if len(pending) and block.layout.derives else 0
+    derives = block.layout.derives
+    needed = needed_entries(block, pending, positions[FINALS, pending], 0) if len(pending) and derives else 0
     holes = int((block.np_hole_step[lost] >= low[lost, None]).sum(1).max()) + 1 if len(lost) else 0
     if needed > block.final_capacity or holes > block.hole_capacity:
         block = grow(storage, finals=needed, holes=holes)

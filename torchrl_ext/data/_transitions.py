@@ -41,13 +41,12 @@ def assemble(
     """
     layout = block.layout
     span = _span(block, reward_key, n_steps)
-    rows = _gather(block, block.words, draw.at, pool)
     on_host = block.device.type == "cpu"
     if on_host and (n_steps == 1 or span.reward.dtype in _NUMPY_REWARDS):
-        chain = follow_numpy(block, draw, span, rows.numpy(), n_steps, gamma)
+        chain = follow_numpy(block, draw, span, n_steps, gamma)
     else:
-        chain = follow(block, draw, span, rows, n_steps, gamma)
-    later = None
+        chain = follow(block, draw, span, n_steps, gamma)
+    rows, later = _gather(block, block.words, draw.at, pool), None
     if layout.derives:
         find = successors_numpy if on_host else successors
         later = _gather(block, block.successor_words, find(block, chain, draw.stream, draw.unit), pool)

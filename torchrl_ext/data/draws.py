@@ -39,38 +39,61 @@ class Draw:
         return len(self.at)
 
 
-def even_range(block: SlotBlock) -> tuple[int, int] | None:
-    """Returns the sampleable steps when they are the same in all streams of a host block without holes, else None."""
+@dataclass
+class Lockstep:
+    """Sampleable rows of a host block whose streams stand at the same step: ``low <= step < high`` in all of them.
+
+    ``known`` lists the streams whose newest row, at step ``high``, is sampleable too; None when that is no stream.
+    """
+
+    low: int
+    high: int
+    known: np.ndarray | None
+
+
+def lockstep(block: SlotBlock) -> Lockstep | None:
+    """Returns the sampleable rows when all streams of a host block are in step and have no holes, else None."""
     positions = block.np_positions
-    head, newest, tail = positions[HEAD], positions[NEWEST], positions[TAIL]
-    if (head != head[0]).any() or (tail != tail[0]).any() or (positions[RESERVED] != head).any():
+    head, tail = positions[HEAD], positions[TAIL]
+    first = int(head[0])
+    if (head != first).any() or (tail != tail[0]).any() or (positions[RESERVED] != first).any():
         return None
-    unknown = newest == UNKNOWN
-    if block.layout.derives and unknown.any():
-        if not unknown.all():
-            return None
-        high = int(head[0]) - 1
-    else:
-        high = int(head[0])
-    low = max(int(tail[0]), int(head[0]) - block.capacity)
-    if (block.np_hole_step >= low).any():
+    low = max(int(tail[0]), first - block.capacity)
+    if block.may_have_holes:
         return None
-    return low, max(low, high)
+    known = None
+    if block.layout.derives and first > low:
+        newest = positions[NEWEST] != UNKNOWN
+        if not newest.all():
+            known = np.flatnonzero(newest)
+            known = known if len(known) else None
+            return Lockstep(low, first - 1, known)
+    return Lockstep(low, first, None)
 
 
-def draw_even(block: SlotBlock, low: int, high: int, count: int, generator: torch.Generator | None) -> Draw:
-    """Draws from streams in step: flat rows are then one range modulo the ring, and need no division."""
+def draw_lockstep(block: SlotBlock, rows: Lockstep, count: int, generator: torch.Generator | None) -> Draw:
+    """Draws from streams in step: flat rows are then one range modulo the ring, and need no search."""
     num, size = block.num_streams, block.capacity * block.num_streams
-    total = (high - low) * num
-    ordinal = torch.randint(total, (count,), generator=generator).numpy()
-    at = ordinal + low % block.capacity * num
+    base = (rows.high - rows.low) * num
+    extra = 0 if rows.known is None else len(rows.known)
+    ordinal = torch.randint(base + extra, (count,), generator=generator).numpy()
+    if extra:
+        newest = np.flatnonzero(ordinal >= base)
+        ordinal[newest] = base + rows.known[ordinal[newest] - base]
+    at = ordinal + rows.low % block.capacity * num
     wrapped = at >= size
     at -= wrapped * np.int64(size)
     # NumPy divides by a scalar in SIMD; torch does not.
     slot = np.floor_divide(at, num)
-    parts = (at, total - ordinal, at - slot * num, slot, wrapped + np.int64(low // block.capacity))
-    at, room, stream, slot, generation = (torch.from_numpy(part) for part in parts)
-    return Draw(at, room, num, stream, slot, generation)
+    stream = at - slot * num
+    room = base - ordinal
+    if extra:
+        is_known = np.zeros(num, dtype=np.int64)
+        is_known[rows.known] = num
+        room += is_known[stream]
+    generation = wrapped + np.int64(rows.low // block.capacity)
+    parts = [torch.from_numpy(part) for part in (at, room, stream, slot, generation)]
+    return Draw(parts[0], parts[1], num, *parts[2:])
 
 
 def uniform_ordinals(block: SlotBlock, total: torch.Tensor, count: int, generator: torch.Generator | None):
@@ -97,8 +120,9 @@ def locate(
 def place(block: SlotBlock, low: torch.Tensor, high: torch.Tensor, stream: torch.Tensor, offset: torch.Tensor) -> Draw:
     """Turns the ``offset``-th sampleable row of a stream into a row, stepping over holes."""
     step = low[stream] + offset
-    for hole in live_holes(block, low).unbind(-1):  # ascending; as many as the table has places, one by default
-        step += (hole[stream] <= step).long()
+    if block.may_have_holes:
+        for hole in live_holes(block, low).unbind(-1):  # ascending, so each one shifts what the later ones see
+            step += (hole[stream] <= step).long()
     slot = step.remainder(block.capacity)
     generation = step.div(block.capacity, rounding_mode="floor")
     return Draw(slot * block.num_streams + stream, high[stream] - step, 1, stream, slot, generation)
@@ -107,5 +131,7 @@ def place(block: SlotBlock, low: torch.Tensor, high: torch.Tensor, stream: torch
 def sampleable_counts(block: SlotBlock) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns ``low``, ``high`` and how many rows of each stream can be sampled, int64 ``[N]`` each."""
     low, high = sampleable_range(block)
-    holes = live_holes(block, low) < high.unsqueeze(-1)
-    return low, high, high - low - holes.sum(-1)
+    counts = high - low
+    if block.may_have_holes:
+        counts = counts - (live_holes(block, low) < high.unsqueeze(-1)).sum(-1)
+    return low, high, counts

@@ -27,64 +27,80 @@ from torchrl_ext.data.packing import Ends, PackedRun, Run, differ
 class FinalPlan:
     """What a write will do to the side table; made before the first byte is written."""
 
-    promoted: np.ndarray | None
+    promoted: np.ndarray | None = None
     """Streams whose pending successor becomes final, ids ``[P]``."""
-    order: np.ndarray | None
-    """Which of the run's finals, sorted by stream."""
-    streams: np.ndarray | None
-    steps: np.ndarray | None
-    sequence: np.ndarray | None
-    needed: int
-    """Entries per stream that the write needs, the pending one included."""
+    order: np.ndarray | None = None
+    """Which of the run's finals the next three speak of; None for all, as they are."""
+    streams: np.ndarray | None = None
+    steps: np.ndarray | None = None
+    sequence: np.ndarray | None = None
+    needed: int = 0
+    """Entries per stream that the write needs, the pending one included; 0 when the table is known to suffice."""
 
 
 def plan_finals(
-    block: SlotBlock, source: Run | PackedRun, ends: Ends | PackedRun, streams: slice, dropped: int
+    block: SlotBlock, source: Run | PackedRun, ends: Ends | PackedRun, columns: slice, num_steps: int
 ) -> FinalPlan:
     """Decides promotions and places of final observations for a run of a column block."""
-    positions, start, stop = block.np_positions, streams.start, streams.stop
-    head = positions[HEAD, start:stop]
-    num_steps, width = source.rows.shape[:2] if isinstance(source, PackedRun) else (source.num_steps, stop - start)
+    positions = block.np_positions
+    plan = FinalPlan()
     # With a whole lap or more the newest row dies in this write, and its successor with it.
-    promoted = None if num_steps >= block.capacity else _unequal_pending(block, source, streams)
-    if promoted is not None and not block.layout.derives:
-        return FinalPlan(promoted, None, None, None, None, 0)
-    order = stream = steps = sequence = None
-    if ends.final_rows is not None and len(ends.final_rows):
-        at = ends.final_rows.numpy()
-        step, stream = np.divmod(at, width)
-        kept = step >= dropped
-        order, rank = rank_in_group(stream[kept])
-        order = np.flatnonzero(kept)[order]
-        stream = stream[order] + start
-        steps = positions[HEAD, stream] + step[order]
-        sequence = positions[FINALS, stream] + rank
-        if promoted is not None:
-            sequence += np.isin(stream, promoted)
-    low = np.maximum(positions[TAIL, streams], head + num_steps - block.capacity)
-    touched = [ids for ids in (promoted, stream) if ids is not None and len(ids)]
-    needed = needed_entries(block, low, np.concatenate(touched), start) if touched else 0
-    return FinalPlan(promoted, order, stream, steps, sequence, needed)
+    if num_steps < block.capacity:
+        plan.promoted = _unequal_pending(block, source, columns)
+    if not block.layout.derives:
+        return plan
+    if plan.promoted is not None:
+        sequence = positions[FINALS, plan.promoted]
+        plan.needed = needed_entries(block, plan.promoted, sequence, num_steps)
+    if ends.final_rows is None or not len(ends.final_rows):
+        return plan
+    step, stream = np.divmod(ends.final_rows.numpy(), columns.stop - columns.start)
+    stream += columns.start
+    dropped = num_steps - block.capacity
+    if dropped > 0:
+        plan.order = np.flatnonzero(step >= dropped)
+        step, stream = step[plan.order], stream[plan.order]
+    plan.sequence = positions[FINALS, stream]
+    most = 0
+    if plan.promoted is not None:
+        also = np.isin(stream, plan.promoted)
+        plan.sequence += also
+        most = int(also.any())
+    if len(stream) and np.bincount(stream).max() > 1:
+        order, rank = rank_in_group(stream)
+        step, stream = step[order], stream[order]
+        plan.order = order if dropped <= 0 else plan.order[order]
+        plan.sequence = plan.sequence[order] + rank
+        most += int(rank.max())
+    plan.streams, plan.steps = stream, positions[HEAD, stream] + step
+    plan.needed = max(plan.needed, needed_entries(block, stream, plan.sequence, num_steps, most))
+    return plan
 
 
-def needed_entries(block: SlotBlock, low: np.ndarray, streams: np.ndarray, first_stream: int = 0) -> int:
-    """Returns the entries per stream needed once each mention in ``streams`` has added one, the pending one included.
+def needed_entries(block: SlotBlock, streams: np.ndarray, sequence: np.ndarray, num_steps: int, most: int = 0) -> int:
+    """Returns 0 when new entries fit the side table, else how many per stream surely suffice.
+
+    An entry fits when the owner of the place after its own, which the next pending successor takes, is dead once the
+    write is done. Entries of a stream die in order, so the owners of earlier places are dead then too.
 
     Args:
-        low (np.ndarray): the first live step after the write, of the streams from ``first_stream`` on.
-        streams (np.ndarray): ids, repeated for each new entry.
-        first_stream (int): the id of ``low[0]``. Defaults to 0.
+        streams, sequence (np.ndarray): of each new entry.
+        num_steps (int): steps that the write adds to the streams.
+        most (int): how many entries of the same write come before an entry of the same stream, at most.
     """
-    ids, added = np.unique(streams, return_counts=True)
-    live = (block.np_final_step[ids] >= low[ids - first_stream, None]).sum(1)
-    return int((live + added).max()) + 1
+    positions, capacity = block.np_positions, block.final_capacity
+    owner = block.np_final_step[streams, (sequence + 1) % capacity]
+    low = np.maximum(positions[TAIL, streams], positions[HEAD, streams] + (num_steps - block.capacity))
+    fits = most + 2 <= capacity and not (owner >= low).any()
+    return 0 if fits else capacity + most + 2
 
 
 def _unequal_pending(block: SlotBlock, source: Run | PackedRun, streams: slice) -> np.ndarray | None:
     """Returns the streams whose pending successor is not the first observation of the run, None when there is none."""
-    ids = np.flatnonzero(block.np_positions[NEWEST, streams] == PENDING)
-    if not len(ids):
+    pending = block.np_positions[NEWEST, streams] == PENDING
+    if not np.count_nonzero(pending):
         return None
+    ids = np.flatnonzero(pending)
     layout = block.layout
     at = torch.from_numpy(ids)
     if layout.derives:
@@ -128,27 +144,33 @@ def promote(block: SlotBlock, streams: np.ndarray) -> None:
 
 def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> None:
     """Stores the final observations of a run whose rows are already in the ring; heads are still the old ones."""
-    if plan.order is None or not len(plan.order):
+    if plan.streams is None:
         return
-    place = plan.sequence % block.final_capacity
+    streams, place = plan.streams, plan.sequence % block.final_capacity
     finals = ends.finals.numpy()[:, : block.layout.successor_bytes]
-    block.np_successors[block.side_start + plan.streams * block.final_capacity + place] = finals[plan.order]
-    block.np_final[plan.steps % block.capacity * block.num_streams + plan.streams] = place
-    block.np_final_step[plan.streams, place] = plan.steps
-    block.np_positions[FINALS, plan.streams] = plan.sequence + 1
+    block.np_successors[block.side_start + streams * block.final_capacity + place] = (
+        finals if plan.order is None else finals[plan.order]
+    )
+    block.np_final[plan.steps % block.capacity * block.num_streams + streams] = place
+    block.np_final_step[streams, place] = plan.steps
+    block.np_positions[FINALS, streams] = plan.sequence + 1
 
 
-def write_newest(block: SlotBlock, ends: Ends | PackedRun, streams: slice) -> None:
-    """Notes what is known of the newest rows' successors and stores the pending ones; heads are the new ones."""
+def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice) -> np.ndarray:
+    """Stores the pending successors of the newest rows and returns what is known of them; heads are the new ones."""
     positions = block.np_positions
-    ids = np.arange(streams.start, streams.stop)
+    head = positions[HEAD, columns]
+    if (head == head[0]).all():
+        first = int(head[0] - 1) % block.capacity * block.num_streams
+        final = block.np_final[first + columns.start : first + columns.stop]
+    else:
+        final = block.np_final[_newest_rows(block, np.arange(columns.start, columns.stop))]
     known = PENDING if ends.tail is not None or not block.layout.derives else UNKNOWN
-    final = block.np_final[_newest_rows(block, ids)]
-    positions[NEWEST, streams] = np.where(final == FOLLOWED, known, CUT)
     if ends.tail is not None and block.layout.derives:
-        place = positions[FINALS, streams] % block.final_capacity
-        side = block.side_start + ids * block.final_capacity + place
+        ids = np.arange(columns.start, columns.stop)
+        side = block.side_start + ids * block.final_capacity + positions[FINALS, columns] % block.final_capacity
         block.np_successors[side] = ends.tail.numpy()[:, : block.layout.successor_bytes]
+    return np.where(final == FOLLOWED, known, CUT)
 
 
 def moved_finals(old: SlotBlock, new: SlotBlock) -> None:

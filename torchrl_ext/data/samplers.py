@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_ext.data._transitions import assemble
 from torchrl_ext.data.batch_pool import BatchPool
-from torchrl_ext.data.draws import Draw, draw_even, even_range, locate, place, sampleable_counts, uniform_ordinals
+from torchrl_ext.data.draws import Draw, draw_lockstep, locate, lockstep, place, sampleable_counts, uniform_ordinals
 from torchrl_ext.data.storages import SlotStorage
 
 __all__ = ["TransitionSampler"]
@@ -154,7 +154,7 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
             return self._draw_permuted(storage, batch_size)
         if self.stream_weights is not None:
             return self._draw_weighted(storage, batch_size)
-        return draw(storage, batch_size, self._rng) if block is not None else None
+        return draw(storage, batch_size, self._rng)
 
     def _draw_weighted(self, storage: SlotStorage, batch_size: int) -> Draw:
         block = storage.block
@@ -275,11 +275,11 @@ def draw(storage: SlotStorage, batch_size: int, generator: torch.Generator | Non
     """Draws rows uniformly over all sampleable rows, with replacement."""
     block = storage.block
     if block.device.type == "cpu":
-        even = even_range(block)
-        if even is not None:
-            if even[0] == even[1]:
+        rows = lockstep(block)
+        if rows is not None:
+            if rows.low == rows.high and rows.known is None:
                 raise RuntimeError(_EMPTY.format("none"))
-            return draw_even(block, *even, batch_size, generator)
+            return draw_lockstep(block, rows, batch_size, generator)
     low, high, counts = sampleable_counts(block)
     total = counts.sum()
     if block.device.type == "cpu" and not int(total):

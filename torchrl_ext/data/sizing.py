@@ -22,16 +22,14 @@ POSITION_ROWS = 7
 PAGE = 4096
 
 
-def default_final_capacity(capacity: int, *, grows: bool) -> int:
-    """Returns the side-table entries per stream: few where the table can grow, 2.5 % of the slots where it cannot."""
-    if grows:
-        return max(2, capacity // 64 + 1)
-    return max(min(capacity, 6), capacity // 40) + 1
+def default_final_capacity(capacity: int) -> int:
+    """Returns the side-table entries per stream: 1/64 of the slots, all of them for toy capacities, and one pending."""
+    return (capacity if capacity <= 16 else max(1, capacity // 64)) + 1
 
 
-def default_hole_capacity(capacity: int, *, grows: bool) -> int:
+def default_hole_capacity(capacity: int) -> int:
     """Returns the places per stream for rows that were cut before their successor was known."""
-    return 1 if grows else min(capacity, 8)
+    return min(capacity, 8)
 
 
 def block_bytes(layout: RowLayout, capacity: int, num_streams: int, final_capacity: int, hole_capacity: int) -> int:

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data import _slot_io as io
 from torchrl_ext.data import positions as pos
-from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNKNOWN, WRITES, SlotBlock
+from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNCOUNTED, UNKNOWN, SlotBlock
 from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, save_state
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun, check_run
@@ -83,7 +83,7 @@ class SlotStorage(TensorStorage):
         shared (bool, optional): shared host memory. Defaults to ``False``.
         filename (str, optional): a file to map; it must not exist (:meth:`open` reopens one).
         final_capacity (int, optional): side-table entries per stream, the pending successor included. Defaults to 1/64
-            of the slots where the table can grow (private host memory), to 1/40 where it cannot.
+            of the slots. The table of private host memory grows when it is full; other memory raises.
         extra ("raise" or "drop"): what to do with keys that the layout does not have. Defaults to ``"raise"``.
 
     Raises:
@@ -159,10 +159,11 @@ class SlotStorage(TensorStorage):
         place = places[0] if places else "cpu"
         self._kind = "cuda" if device.type == "cuda" else "file" if place == "filename" else place
         self._filename = filename
-        self._final_capacity = final_capacity or default_final_capacity(capacity, grows=self._grows)
+        self._final_capacity = final_capacity or default_final_capacity(capacity)
         self._next_obs, self._next_keys = next_obs or "derive", next_keys
         self._block: SlotBlock | None = None
         self._lock = threading.RLock()
+        self._content_revision = 0
         if layout is not None:
             self._allocate(layout)
 
@@ -173,7 +174,7 @@ class SlotStorage(TensorStorage):
         return self._kind in ("cpu", "pinned")
 
     def _allocate(self, layout: RowLayout) -> None:
-        holes = default_hole_capacity(self.capacity, grows=self._grows)
+        holes = default_hole_capacity(self.capacity)
         self._bind(self._make_block(layout, self._final_capacity, holes))
 
     def _make_block(self, layout: RowLayout, finals: int, holes: int, *, create: bool = True) -> SlotBlock:
@@ -214,8 +215,8 @@ class SlotStorage(TensorStorage):
     @staticmethod
     def nbytes_for(layout: RowLayout, capacity: int, num_streams: int, *, final_capacity: int | None = None) -> int:
         """Returns the bytes that a storage of these sizes allocates, side table and positions included."""
-        finals = final_capacity or default_final_capacity(capacity, grows=True)
-        return block_bytes(layout, capacity, num_streams, finals, 1)
+        finals = final_capacity or default_final_capacity(capacity)
+        return block_bytes(layout, capacity, num_streams, finals, default_hole_capacity(capacity))
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +273,10 @@ class SlotStorage(TensorStorage):
     @property
     def write_count(self) -> int:
         """Rows written since creation or the last :meth:`empty` that reset it, overwritten ones included."""
-        return 0 if self._block is None else int(self._block.positions[WRITES].sum())
+        if self._block is None:
+            return 0
+        positions = self._block.np_positions
+        return int((positions[HEAD] - positions[UNCOUNTED]).sum())
 
     @property
     def has_other_writers(self) -> bool:
@@ -318,16 +322,15 @@ class SlotStorage(TensorStorage):
         """
         with self._lock:
             columns = io.column_block(streams, self.num_streams)
-            if self._block is None:
-                self._allocate(self._infer_layout(run))
+            layout = self._infer_layout(run) if self._block is None else self._block.layout
             width = columns.stop - columns.start
             if isinstance(run, PackedRun):
-                io.check_packed(self._block.layout, run, width)
+                io.check_packed(layout, run, width)
             else:
-                run = check_run(self._block.layout, run, where="extend_batch", extra=self.extra, num_streams=width)
-            handle = io.write_run(self, run, columns)
-        self._bump_mutation_revision()
-        return handle
+                run = check_run(layout, run, where="extend_batch", extra=self.extra, num_streams=width)
+            if self._block is None:
+                self._allocate(layout)
+            return io.write_run(self, run, columns)
 
     def _infer_layout(self, run: TensorDictBase | PackedRun) -> RowLayout:
         if isinstance(run, PackedRun):
@@ -342,10 +345,7 @@ class SlotStorage(TensorStorage):
                 f"extend_batch: run must have batch size [K, {self.num_streams}] with K >= 1, got "
                 f"{list(run.batch_size)}. Nothing was written."
             )
-        layout = RowLayout.from_tensordict(run, next_obs=self._next_obs, next_keys=self._next_keys)
-        # A run that would be rejected must not decide the layout.
-        check_run(layout, run, where="extend_batch", extra=self.extra, num_streams=None)
-        return layout
+        return RowLayout.from_tensordict(run, next_obs=self._next_obs, next_keys=self._next_keys)
 
     def end_streams(self, streams: slice | None = None) -> None:
         """Cuts streams: the next first observation will not be taken for the successor of the newest row.
@@ -363,7 +363,7 @@ class SlotStorage(TensorStorage):
             return
         with self._lock:
             io.cut_streams(self, io.column_block(streams, self.num_streams))
-        self._bump_mutation_revision()
+            self._bump_mutation_revision()
 
     def empty(self, *, empty_write_count: bool = True) -> None:
         """Drops all rows: head and tail move to the start of the next lap, so that every old handle dies."""
@@ -372,12 +372,12 @@ class SlotStorage(TensorStorage):
         with self._lock:
             for positions in self._block.position_copies():
                 start = pos.next_lap(positions[HEAD], self.capacity)
+                counted = 0 if empty_write_count else positions[HEAD] - positions[UNCOUNTED]
+                positions[UNCOUNTED] = start - counted
                 for row in (TAIL, RESERVED, HEAD):
                     positions[row] = start
                 positions[NEWEST] = UNKNOWN
-                if empty_write_count:
-                    positions[WRITES] = 0
-        self._bump_mutation_revision()
+            self._bump_mutation_revision()
 
     def _empty(self) -> None:
         # The writer resets its own count; the storage's count is the writer's when it is ours.
@@ -426,7 +426,7 @@ class SlotStorage(TensorStorage):
         else:
             io.write_content(self, cursor, data)
             self._bump_mutation_revision()
-
+    
     # ------------------------------------------------------------------ TorchRL's view of a storage
 
     def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -467,6 +467,15 @@ class SlotStorage(TensorStorage):
             return None
         self._even_length("a stock sampler")
         return (int(self._block.positions[HEAD, 0]) - 1) % self.capacity
+
+    @property
+    def _mutation_revision(self) -> int:
+        # Changes with every write, in every process, without a counter that writes would have to bump.
+        heads = 0 if self._block is None else int(self._block.np_positions[HEAD].sum())
+        return heads + self._content_revision
+
+    def _bump_mutation_revision(self) -> None:
+        self._content_revision += 1
 
     @property
     def _slot_generations(self) -> None:
@@ -514,7 +523,7 @@ class SlotStorage(TensorStorage):
         """
         with self._lock:
             load_state(self, state_dict)
-        self._bump_mutation_revision()
+            self._bump_mutation_revision()
 
     @classmethod
     def open(cls, filename: str, *, extra: Literal["raise", "drop"] = "raise") -> SlotStorage:
@@ -537,9 +546,8 @@ class SlotStorage(TensorStorage):
             for name in ("_lock", "_storage", "_rng"):
                 state[name] = None
             # Counters of TorchRL's base class that the positions replace; the new process makes its own.
-            state.pop("_last_cursor_index_value", None)
-            revision = state.pop("_mutation_revision_value")
-            state["mutation_revision__context"] = revision.value
+            for name in ("_last_cursor_index_value", "_mutation_revision_value"):
+                state.pop(name, None)
             state["_attached_entities_list"] = []
             state["block__context"] = io.pickled_block(self, state.pop("_block"))
             state["_kind"] = self._kind
