@@ -211,7 +211,8 @@ def read(storage: SlotStorage, index: Any) -> TensorDict:
         return _read_rows(block, *split_index(index, block.num_streams))
     if isinstance(index, tuple) and all(isinstance(i, (torch.Tensor, np.ndarray)) for i in index) and len(index) == 2:
         return _read_rows(block, *torch.broadcast_tensors(*(torch.as_tensor(i) for i in index)))
-    return storage._storage[index]
+    # As in stock storages, slices see the slots that hold rows.
+    return storage._storage[: block.used_slots()][index]
 
 
 def _read_rows(block: SlotBlock, slot: torch.Tensor, stream: torch.Tensor) -> TensorDict:

@@ -114,7 +114,14 @@ class SlotStorage(TensorStorage):
     """
 
     _default_checkpointer = SlotStorageCheckpointer
-    supports_conditional_update = False
+
+    @property
+    def supports_conditional_update(self) -> bool:
+        """Raises ``RuntimeError``: TorchRL's conditional update passes slots without streams."""
+        raise RuntimeError(
+            "SlotStorage: update_if_present of a stock ReplayBuffer cannot name streams (it passes the first index "
+            "column only); use SlotReplayBuffer. Nothing was written."
+        )
 
     def __init__(
         self,

@@ -1,0 +1,267 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Our parts in TorchRL's slots: what works with stock buffers, samplers and writers, and what raises and names ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import Compose, DoubleToFloat, RewardScaling
+
+from torchrl_ext.data import SlotReplayBuffer, SlotStorage, SlotWriter, TransitionSampler
+
+STREAMS = 3
+
+
+def run(first: int, num_steps: int, num_streams: int = STREAMS, *, ends: int = 5) -> TensorDict:
+    """Observation ``1000 * stream + step``; every ``ends``-th step terminates, and its successor is negative."""
+    step = torch.arange(first, first + num_steps).view(-1, 1, 1).expand(-1, num_streams, 1)
+    stream = torch.arange(num_streams).view(1, -1, 1).expand_as(step)
+    here = (1000 * stream + step).float()
+    done = (step + 1) % ends == 0
+    data = {
+        "observation": here,
+        "episode": (step // ends + 100 * stream).squeeze(-1),
+        "next": {
+            "observation": torch.where(done, -here, here + 1),
+            "reward": step.float(),
+            "done": done,
+            "terminated": done,
+            "truncated": torch.zeros_like(done),
+        },
+    }
+    return TensorDict(data, [num_steps, num_streams])
+
+
+def stream_major(first: int, num_steps: int) -> TensorDict:
+    return run(first, num_steps).transpose(0, 1).contiguous()
+
+
+def assert_true_successors(sample: TensorDict) -> None:
+    here, after = sample["observation"], sample["next", "observation"]
+    assert torch.equal(after, torch.where(sample["next", "done"], -here, here + 1))
+
+
+class TestStockReplayBuffer:
+    """Contract: a stock buffer over our storage samples live rows with true successors."""
+
+    @pytest.mark.parametrize("writer", [RoundRobinWriter, SlotWriter])
+    @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
+    def test_random_sampler_gives_true_successors_across_wraps(self, kind, writer):
+        if kind is TensorDictReplayBuffer and writer is RoundRobinWriter:
+            writer = None  # its own default, a TensorDictRoundRobinWriter
+        options = {} if writer is None else {"writer": writer()}
+        buffer = kind(storage=SlotStorage(7, STREAMS), sampler=RandomSampler(), batch_size=64, **options)
+        for first in range(0, 30, 3):
+            buffer.extend(stream_major(first, 3))
+            sample = buffer.sample()
+            assert_true_successors(sample)
+            low = max(0, first + 3 - 7)
+            assert int((sample["observation"] % 1000).min()) >= low
+        assert len(buffer) == 7 * STREAMS
+
+    def test_transition_sampler_of_one_step_works_in_a_stock_buffer(self):
+        buffer = ReplayBuffer(storage=SlotStorage(7, STREAMS), sampler=TransitionSampler(), batch_size=32)
+        buffer.extend(stream_major(0, 6))
+        assert_true_successors(buffer.sample())
+
+    def test_transition_sampler_of_several_steps_raises_and_names_the_buffer(self):
+        buffer = ReplayBuffer(storage=SlotStorage(7, STREAMS), sampler=TransitionSampler(3), batch_size=32)
+        buffer.extend(stream_major(0, 6))
+        with pytest.raises(RuntimeError, match="SlotReplayBuffer"):
+            buffer.sample()
+
+    def test_slice_sampler_gives_consecutive_steps_of_one_episode(self):
+        sampler = SliceSampler(slice_len=3, traj_key="episode", strict_length=True)
+        buffer = TensorDictReplayBuffer(storage=SlotStorage(20, STREAMS), sampler=sampler, batch_size=12)
+        buffer.extend(stream_major(0, 10))
+        for _ in range(5):
+            windows = buffer.sample().reshape(4, 3)
+            assert torch.equal(windows["episode"], windows["episode"][:, :1].expand(4, 3))
+            assert torch.equal(windows["observation"].diff(dim=1), torch.ones(4, 2, 1))
+            assert_true_successors(windows.reshape(-1).exclude(("next", "truncated")))
+
+    def test_sampler_without_replacement_visits_each_row_once(self):
+        buffer = ReplayBuffer(storage=SlotStorage(20, STREAMS), sampler=SamplerWithoutReplacement(), batch_size=6)
+        buffer.extend(stream_major(0, 10))
+        seen = torch.cat([buffer.sample()["observation"] for _ in range(5)]).flatten()
+        assert sorted(seen.tolist()) == sorted(run(0, 10)["observation"].flatten().tolist())
+
+    @pytest.mark.parametrize(
+        "sampler", [SamplerWithoutReplacement, lambda: SliceSampler(slice_len=2, traj_key="episode")]
+    )
+    def test_stock_sampler_raises_and_names_ours_when_streams_are_apart(self, sampler):
+        storage = SlotStorage(20, STREAMS)
+        buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler(), batch_size=6)
+        storage.extend_batch(run(0, 10))
+        storage.extend_batch(run(10, 2)[:, :1], streams=slice(0, 1))
+        with pytest.raises(RuntimeError, match="TransitionSampler"):
+            buffer.sample()
+
+    def test_random_sampler_works_when_streams_are_apart(self):
+        storage = SlotStorage(20, STREAMS)
+        buffer = ReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=256)
+        storage.extend_batch(run(0, 10))
+        storage.extend_batch(run(10, 5)[:, :1], streams=slice(0, 1))
+        sample = buffer.sample()
+        assert_true_successors(sample)
+        assert float((sample["observation"] < 1000).float().mean()) == pytest.approx(15 / 35, abs=0.15)
+
+    def test_prefetch_and_transform_work(self):
+        buffer = ReplayBuffer(
+            storage=SlotStorage(20, STREAMS),
+            sampler=RandomSampler(),
+            batch_size=8,
+            prefetch=2,
+            transform=RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]),
+        )
+        buffer.extend(stream_major(0, 10))
+        for _ in range(4):
+            sample = buffer.sample()
+            assert torch.equal(sample["next", "reward"], 10 * (sample["observation"] % 1000))
+
+    def test_extend_accepts_a_plain_sequence_of_one_stream(self):
+        buffer = ReplayBuffer(storage=SlotStorage(4), writer=SlotWriter(), batch_size=2)
+        index = buffer.extend(run(0, 3, 1).transpose(0, 1))
+        assert index.tolist() == [[0, 0], [1, 0], [2, 0]]
+
+    def test_add_writes_one_step_of_all_streams(self):
+        buffer = ReplayBuffer(storage=SlotStorage(4, STREAMS), sampler=RandomSampler(), batch_size=2)
+        for step in range(6):
+            buffer.add(run(step, 1)[0])
+        assert len(buffer) == 12
+        assert buffer.storage["observation"][:, 0, 0].tolist() == [4.0, 5.0, 2.0, 3.0]
+
+    def test_state_dict_of_a_stock_buffer_restores_rows_and_positions(self):
+        old = ReplayBuffer(storage=SlotStorage(4, STREAMS), sampler=RandomSampler(), batch_size=4)
+        old.extend(stream_major(0, 6))
+        new = ReplayBuffer(storage=SlotStorage(4, STREAMS), sampler=RandomSampler(), batch_size=4)
+        new.load_state_dict(old.state_dict())
+        assert torch.equal(new.storage["observation"], old.storage["observation"])
+        assert torch.equal(new.storage.head, old.storage.head)
+        new.extend(stream_major(6, 1))  # the stock writer's cursor came along
+
+    def test_index_generation_of_our_writer_in_a_stock_buffer_is_that_of_the_storage(self):
+        buffer = ReplayBuffer(
+            storage=SlotStorage(4, STREAMS), writer=SlotWriter(), sampler=RandomSampler(), batch_size=16
+        )
+        buffer.extend(stream_major(0, 6))
+        sample, info = buffer.sample(return_info=True)
+        step = info["index_generation"] * 4 + info["index"][0]
+        assert torch.equal(step, (sample["observation"].flatten() % 1000).long())
+
+
+class TestWhatCannotWork:
+    """Contract: a stock part that would be silently wrong raises and names the part that works."""
+
+    def test_stock_writer_raises_when_streams_are_not_at_its_cursor(self):
+        storage = SlotStorage(4, STREAMS)
+        buffer = ReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4)
+        storage.extend_batch(run(0, 1))
+        before = storage.state_dict()["ring"].clone()
+        with pytest.raises(RuntimeError, match="SlotWriter"):
+            buffer.extend(stream_major(1, 1))
+        assert torch.equal(storage.state_dict()["ring"], before)
+
+    def test_stock_writer_with_a_generation_table_raises_before_writing(self):
+        storage = SlotStorage(4, STREAMS)
+        buffer = ReplayBuffer(
+            storage=storage, writer=RoundRobinWriter(track_generations=True), sampler=RandomSampler(), batch_size=4
+        )
+        with pytest.raises(RuntimeError, match="SlotWriter"):
+            buffer.extend(stream_major(0, 1))
+        assert len(storage) == 0
+
+    def test_stock_update_if_present_raises_and_names_our_buffer(self):
+        buffer = ReplayBuffer(storage=SlotStorage(4, STREAMS), writer=SlotWriter(), batch_size=4)
+        buffer.extend(stream_major(0, 2))
+        _, info = buffer.sample(return_info=True)
+        index = torch.stack(info["index"], -1)
+        with pytest.raises(RuntimeError, match="SlotReplayBuffer"):
+            buffer.update_if_present(
+                index=index, generation=info["index_generation"], patch={"observation": torch.zeros(4, 1)}
+            )
+
+    def test_our_writer_refuses_another_storage(self):
+        with pytest.raises(TypeError, match="SlotStorage"):
+            ReplayBuffer(storage=LazyTensorStorage(4), writer=SlotWriter())
+
+    def test_our_buffer_refuses_another_storage(self):
+        with pytest.raises(TypeError, match="SlotStorage"):
+            SlotReplayBuffer(storage=LazyTensorStorage(4))
+
+    def test_our_sampler_refuses_another_storage(self):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=TransitionSampler(), batch_size=2)
+        buffer.extend(run(0, 4)[:, 0])
+        with pytest.raises(TypeError, match="SlotStorage"):
+            buffer.sample()
+
+
+class TestSlotReplayBufferWithStockParts:
+    """Contract: transforms, iteration, stock samplers and a change of storage work as in TorchRL."""
+
+    def test_random_sampler_in_our_buffer_gives_handles(self):
+        buffer = SlotReplayBuffer(storage=SlotStorage(7, STREAMS), sampler=RandomSampler(), batch_size=16)
+        buffer.extend_batch(run(0, 9))
+        sample = buffer.sample()
+        assert_true_successors(sample)
+        assert torch.equal(buffer.storage.generation_of(sample["index"]), sample["index_generation"])
+
+    def test_forward_transforms_run_after_the_transition_is_assembled(self):
+        transform = Compose(DoubleToFloat(), RewardScaling(loc=1.0, scale=2.0, in_keys=[("next", "reward")]))
+        buffer = SlotReplayBuffer(
+            storage=SlotStorage(8), sampler=TransitionSampler(2, 1.0), batch_size=32, transform=transform
+        )
+        buffer.extend_batch(run(0, 5, 1, ends=100))
+        sample = buffer.sample()
+        first = sample["observation"].flatten()
+        used = sample["steps_to_next_obs"].flatten()
+        total = torch.where(used == 2, 2 * first + 1, first)
+        assert torch.equal(sample["next", "reward"].flatten(), 2 * total + 1)
+
+    def test_iteration_without_replacement_ends_after_one_pass(self):
+        buffer = SlotReplayBuffer(
+            storage=SlotStorage(8, STREAMS), sampler=TransitionSampler(replacement=False), batch_size=5
+        )
+        buffer.extend_batch(run(0, 5))
+        seen = torch.cat([sample["observation"] for sample in buffer]).flatten().tolist()
+        assert sorted(seen) == sorted(run(0, 5)["observation"].flatten().tolist())
+
+    def test_set_storage_registers_the_writer_and_resets_the_sampler(self):
+        buffer = SlotReplayBuffer(
+            storage=SlotStorage(8, STREAMS), sampler=TransitionSampler(replacement=False), batch_size=5
+        )
+        buffer.extend_batch(run(0, 5))
+        buffer.sample()
+        other = SlotStorage(4, 1)
+        old = buffer.set_storage(other)
+        assert old is not other
+        buffer.extend_batch(run(7, 2, 1))
+        assert len(old) == 15
+        assert sorted(buffer.sample(2)["observation"].flatten().tolist()) == [7.0, 8.0]
+
+    def test_set_storage_refuses_another_kind_and_keeps_the_old_one(self):
+        buffer = SlotReplayBuffer(storage=SlotStorage(8, STREAMS), batch_size=5)
+        buffer.extend_batch(run(0, 5))
+        with pytest.raises(TypeError, match="SlotStorage"):
+            buffer.set_storage(LazyTensorStorage(4))
+        assert len(buffer) == 15
+        buffer.sample()
+
+    def test_collector_keys_are_dropped_on_request(self):
+        buffer = SlotReplayBuffer(storage=SlotStorage(8, STREAMS, extra="drop"), batch_size=5)
+        buffer.extend_batch(run(0, 2))
+        more = run(2, 2)
+        more["collector", "traj_ids"] = torch.zeros(2, STREAMS, dtype=torch.int64)
+        buffer.extend_batch(more)
+        assert ("collector", "traj_ids") not in buffer.sample().keys(True, True)
