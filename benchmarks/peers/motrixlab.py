@@ -1,0 +1,84 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""MotrixLab's FastSAC replay buffer (``motrix-rl-builtin`` 0.4.0) as a peer.
+
+The wheel is pure Python and is installed with ``--no-deps``; of its dependencies only ``omegaconf.MISSING`` is needed
+to import the replay buffer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+
+from benchmarks.peers import PeerUnavailableError
+
+DISTRIBUTION = "motrix-rl-builtin"
+VERSION = "0.4.0"
+
+
+def name() -> str:
+    """Returns the peer's name for the report, with the version that is really installed."""
+    try:
+        return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)} SimpleReplayBuffer"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{DISTRIBUTION} {VERSION} SimpleReplayBuffer"
+
+
+def build_buffer(
+    *,
+    streams: int,
+    slots: int,
+    observation: int,
+    critic_observation: int,
+    action: int,
+    n_steps: int,
+    device: torch.device,
+    final_obs_bootstrap: bool,
+) -> Any:
+    """Returns a ``SimpleReplayBuffer`` of ``slots`` transitions per stream.
+
+    Raises:
+        PeerUnavailableError: if the package cannot be imported here.
+    """
+    module = _import("motrix_rl_builtin.fastsac.buffer")
+    return module.SimpleReplayBuffer(
+        streams,
+        slots,
+        observation,
+        action,
+        critic_observation,
+        n_steps=n_steps,
+        device=device,
+        final_obs_bootstrap=final_obs_bootstrap,
+    )
+
+
+def final_payload(streams: torch.Tensor, observation: torch.Tensor, critic_observation: torch.Tensor) -> Any:
+    """Returns the final observations of one slot in the peer's own type.
+
+    Raises:
+        PeerUnavailableError: if the package cannot be imported here.
+    """
+    module = _import("motrix_rl_builtin.fastsac.async_impl.transport.ring")
+    return module.FinalObsPayload(streams, observation, critic_observation)
+
+
+def _import(module: str) -> Any:
+    if importlib.util.find_spec("omegaconf") is None and "omegaconf" not in sys.modules:
+        stub = types.ModuleType("omegaconf")
+        stub.MISSING = "???"  # type: ignore[attr-defined]
+        sys.modules["omegaconf"] = stub
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise PeerUnavailableError(
+            f"{DISTRIBUTION}=={VERSION} cannot be imported ({error}); "
+            "run pip install --no-deps -r benchmarks/requirements-peers.txt."
+        ) from error
