@@ -81,7 +81,7 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     positions = block.np_positions
     first = positions[HEAD, columns].copy()
     positions[RESERVED, columns] += num_steps
-    _copy_rows(block, run, ends, columns, num_steps, first)
+    copy_rows(block, run, ends, columns, num_steps, first)
     if plan.promoted is not None:
         promote(block, plan.promoted)
     write_finals(block, plan, ends)
@@ -92,7 +92,7 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     return SlotHandle(first, num_steps, columns, block.capacity)
 
 
-def _copy_rows(
+def copy_rows(
     block: SlotBlock, run: Run | PackedRun, ends: Ends | PackedRun, columns: slice, num_steps: int, first: np.ndarray
 ) -> None:
     dropped = max(num_steps - block.capacity, 0)
@@ -113,7 +113,8 @@ def _copy_rows(
     slots = (first + np.arange(dropped, num_steps)[:, None]) % block.capacity
     at = slots * block.num_streams + np.arange(columns.start, columns.stop)
     words = rows.view(block.words.dtype).flatten(0, 1)
-    block.words.index_copy_(0, torch.from_numpy(at.ravel()), words.to(block.device))
+    index = torch.from_numpy(at.ravel()).to(block.device, non_blocking=True)
+    block.words.index_copy_(0, index, words.to(block.device, non_blocking=True))
 
 
 def _put(layout: RowLayout, run: Run | PackedRun, ends: Ends | PackedRun, rows: torch.Tensor, first: int) -> None:
@@ -156,10 +157,6 @@ def grow(storage: SlotStorage, *, finals: int = 0, holes: int = 0) -> SlotBlock:
 def cut_streams(storage: SlotStorage, columns: slice) -> None:
     """Implements :meth:`SlotStorage.end_streams`."""
     block = storage.block
-    if block.device.type == "cuda":
-        from torchrl_ext.data._cuda_write import cut_streams_cuda
-
-        return cut_streams_cuda(storage, columns)
     positions = block.np_positions
     ids = np.arange(columns.start, columns.stop)
     state = positions[NEWEST, columns]
@@ -219,7 +216,7 @@ def _read_rows(block: SlotBlock, slot: torch.Tensor, stream: torch.Tensor) -> Te
     from torchrl_ext.data._gather import gather_successors
 
     slot, stream = slot.to(block.device, torch.int64), stream.to(block.device, torch.int64)
-    if block.device.type == "cpu" and slot.numel():
+    if not block.on_device and slot.numel():
         # On CUDA the bounds would cost a synchronisation; there the gather itself asserts them.
         for name, value, size in (("slot", slot, block.capacity), ("stream", stream, block.num_streams)):
             if int(value.min()) < 0 or int(value.max()) >= size:
@@ -251,11 +248,11 @@ def write_by_cursor(storage: SlotStorage, cursor: Any, data: Any) -> None:
     if "index" in data.keys() and (storage.layout is None or "index" not in storage.layout.by_key):
         data = data.exclude("index")  # a mark of TorchRL's TensorDict writers, not part of a record
     first = int(cursor) if single else int(cursor[0])
-    heads = storage.head
-    if bool((heads % storage.capacity != first).any()) or bool((heads != heads[0]).any()):
+    heads = np.zeros(1, np.int64) if storage._block is None else storage.block.np_positions[HEAD]
+    if (heads % storage.capacity != first).any() or (heads != heads[0]).any():
         raise RuntimeError(
             f"SlotStorage: a stock writer may write only while all streams stand at its cursor {first}, got slots "
-            f"{(heads % storage.capacity).unique().tolist()}. Nothing was written; use SlotWriter."
+            f"{np.unique(heads % storage.capacity).tolist()}. Nothing was written; use SlotWriter."
         )
     storage.extend_batch(data)
 

@@ -41,7 +41,7 @@ def assemble(
     """
     layout = block.layout
     span = _span(block, reward_key, n_steps)
-    on_host = block.device.type == "cpu"
+    on_host = not block.on_device
     if on_host and (n_steps == 1 or span.reward.dtype in _NUMPY_REWARDS):
         chain = follow_numpy(block, draw, span, n_steps, gamma)
     else:

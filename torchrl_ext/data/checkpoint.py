@@ -28,6 +28,8 @@ def save_state(block: SlotBlock | None) -> dict[str, Any]:
     """Returns plain values and host copies of all that lives; slots that were never written are left out."""
     if block is None:
         return {"format": _FORMAT, "geometry": None}
+    if block.on_device and block.device.type == "cuda":
+        torch.cuda.synchronize(block.device)  # writes from other streams must have landed
     used = block.used_slots()
     tensors = {
         "positions": block.positions,
@@ -105,8 +107,8 @@ def load_state(storage: SlotStorage, state: dict[str, Any]) -> None:
     block.hole_step.copy_(state["hole_step"])
     block.ring[: len(state["ring"])].copy_(state["ring"])
     block.rows[block.side_start : block.sink].copy_(state["side"])
-    if block.device.type != "cpu":
-        block.np_positions[:] = state["positions"].numpy()
+    if block.on_device:
+        block.mirror()
     storage._bind(block)
 
 

@@ -101,7 +101,7 @@ def uniform_ordinals(block: SlotBlock, total: torch.Tensor, count: int, generato
 
     On CUDA a 62-bit number modulo ``total`` is taken; its bias is below ``total / 2**62``.
     """
-    if block.device.type == "cpu":
+    if not block.on_device:
         return torch.randint(int(total), (count,), generator=generator)
     device = block.device if generator is None else generator.device
     wide = torch.randint(_WIDE, (count,), generator=generator, device=device)

@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from torchrl_ext.data._block import HEAD, TAIL, SlotBlock
 from torchrl_ext.data._transitions import assemble
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw, draw_lockstep, locate, lockstep, place, sampleable_counts, uniform_ordinals
@@ -165,7 +166,7 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
             )
         low, high, counts = sampleable_counts(block)
         ends = (self.stream_weights.to(block.device) * (counts > 0)).cumsum(0)
-        if block.device.type == "cpu" and not float(ends[-1]):
+        if not block.on_device and not float(ends[-1]):
             raise RuntimeError(_EMPTY.format("none in a stream of positive weight"))
         device = block.device if self._rng is None else self._rng.device
         unit = torch.rand(2, batch_size, dtype=torch.float64, generator=self._rng, device=device).to(block.device)
@@ -274,7 +275,7 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
 def draw(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> Draw:
     """Draws rows uniformly over all sampleable rows, with replacement."""
     block = storage.block
-    if block.device.type == "cpu":
+    if not block.on_device:
         rows = lockstep(block)
         if rows is not None:
             if rows.low == rows.high and rows.known is None:
@@ -282,9 +283,14 @@ def draw(storage: SlotStorage, batch_size: int, generator: torch.Generator | Non
             return draw_lockstep(block, rows, batch_size, generator)
     low, high, counts = sampleable_counts(block)
     total = counts.sum()
-    if block.device.type == "cpu" and not int(total):
+    # With two rows in one stream a row surely has its successor; only below that a device is asked.
+    if (not block.on_device or _longest(block) < 2 or block.may_have_holes) and not int(total):
         raise RuntimeError(_EMPTY.format("none"))
     return locate(block, low, counts, uniform_ordinals(block, total, batch_size, generator), high)
+
+
+def _longest(block: SlotBlock) -> int:
+    return int((block.np_positions[HEAD] - block.np_positions[TAIL]).max())
 
 
 def draw_index(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> torch.Tensor:

@@ -22,9 +22,13 @@ POSITION_ROWS = 7
 PAGE = 4096
 
 
-def default_final_capacity(capacity: int) -> int:
-    """Returns the side-table entries per stream: 1/64 of the slots, all of them for toy capacities, and one pending."""
-    return (capacity if capacity <= 16 else max(1, capacity // 64)) + 1
+def default_final_capacity(capacity: int, *, grows: bool) -> int:
+    """Returns the side-table entries per stream: 1/64 of the slots where the table can grow, 1/40 where it cannot.
+
+    Toy capacities, and at least 16 episodes where a full table raises, always fit; one more is for the pending one.
+    """
+    share = max(1, capacity // 64) if grows else max(16, capacity // 40)
+    return (capacity if capacity <= 16 else min(capacity, share)) + 1
 
 
 def default_hole_capacity(capacity: int) -> int:

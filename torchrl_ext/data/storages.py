@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data import _slot_io as io
 from torchrl_ext.data import positions as pos
+from torchrl_ext.data._device_write import cut_streams_on_device, write_run_on_device
 from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNCOUNTED, UNKNOWN, SlotBlock
 from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, save_state
 from torchrl_ext.data.layout import RowLayout
@@ -82,8 +83,9 @@ class SlotStorage(TensorStorage):
         pinned (bool, optional): page-locked host memory. Defaults to ``False``.
         shared (bool, optional): shared host memory. Defaults to ``False``.
         filename (str, optional): a file to map; it must not exist (:meth:`open` reopens one).
-        final_capacity (int, optional): side-table entries per stream, the pending successor included. Defaults to 1/64
-            of the slots. The table of private host memory grows when it is full; other memory raises.
+        final_capacity (int, optional): side-table entries per stream, the pending successor included. The table of
+            private host memory grows when it is full and starts with 1/64 of the slots; that of other memory raises
+            when it is full and has 1/40 (at least 17) by default: size it for the shortest episodes to expect.
         extra ("raise" or "drop"): what to do with keys that the layout does not have. Defaults to ``"raise"``.
 
     Raises:
@@ -166,7 +168,7 @@ class SlotStorage(TensorStorage):
         place = places[0] if places else "cpu"
         self._kind = "cuda" if device.type == "cuda" else "file" if place == "filename" else place
         self._filename = filename
-        self._final_capacity = final_capacity or default_final_capacity(capacity)
+        self._final_capacity = final_capacity or default_final_capacity(capacity, grows=self._grows)
         self._next_obs, self._next_keys = next_obs or "derive", next_keys
         self._block: SlotBlock | None = None
         self._lock = threading.RLock()
@@ -220,9 +222,21 @@ class SlotStorage(TensorStorage):
         return self._block
 
     @staticmethod
-    def nbytes_for(layout: RowLayout, capacity: int, num_streams: int, *, final_capacity: int | None = None) -> int:
-        """Returns the bytes that a storage of these sizes allocates, side table and positions included."""
-        finals = final_capacity or default_final_capacity(capacity)
+    def nbytes_for(
+        layout: RowLayout, capacity: int, num_streams: int, *, final_capacity: int | None = None, grows: bool = True
+    ) -> int:
+        """Returns the bytes that a storage of these sizes allocates, side table and positions included.
+
+        Args:
+            layout (RowLayout): of a row.
+            capacity, num_streams (int): as in the constructor.
+
+        Keyword Args:
+            final_capacity (int, optional): as in the constructor.
+            grows (bool, optional): ``False`` for CUDA, shared and memory-mapped storages, whose default side table is
+                larger because it cannot grow. Defaults to ``True``.
+        """
+        finals = final_capacity or default_final_capacity(capacity, grows=grows)
         return block_bytes(layout, capacity, num_streams, finals, default_hole_capacity(capacity))
 
     @property
@@ -301,8 +315,10 @@ class SlotStorage(TensorStorage):
         """Returns the number of live rows of all streams."""
         if self._block is None:
             return 0
-        low, high = pos.live_range(self._block)
-        return int((high - low).sum())
+        # The host copy of heads and tails answers without asking a CUDA device.
+        positions = self._block.np_positions
+        low = np.maximum(positions[TAIL], positions[RESERVED] - self.capacity)
+        return int((positions[HEAD] - low).sum())
 
     # ------------------------------------------------------------------ writing
 
@@ -337,6 +353,8 @@ class SlotStorage(TensorStorage):
                 run = check_run(layout, run, where="extend_batch", extra=self.extra, num_streams=width)
             if self._block is None:
                 self._allocate(layout)
+            if self._block.on_device:
+                return write_run_on_device(self._block, run, columns)
             return io.write_run(self, run, columns)
 
     def _infer_layout(self, run: TensorDictBase | PackedRun) -> RowLayout:
@@ -369,7 +387,8 @@ class SlotStorage(TensorStorage):
         if self._block is None:
             return
         with self._lock:
-            io.cut_streams(self, io.column_block(streams, self.num_streams))
+            cut = cut_streams_on_device if self._block.on_device else io.cut_streams
+            cut(self, io.column_block(streams, self.num_streams))
             self._bump_mutation_revision()
 
     def empty(self, *, empty_write_count: bool = True) -> None:
@@ -433,7 +452,7 @@ class SlotStorage(TensorStorage):
         else:
             io.write_content(self, cursor, data)
             self._bump_mutation_revision()
-    
+
     # ------------------------------------------------------------------ TorchRL's view of a storage
 
     def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -443,11 +462,12 @@ class SlotStorage(TensorStorage):
         return index[:, 0], index[:, 1]
 
     def _even_length(self, asked: str) -> int:
-        low, high = pos.live_range(self.block)
-        if bool((high != high[0]).any()) or bool((low != low[0]).any()):
+        positions = self.block.np_positions
+        low, high = np.maximum(positions[TAIL], positions[RESERVED] - self.capacity), positions[HEAD]
+        if (high != high[0]).any() or (low != low[0]).any():
             raise RuntimeError(
-                f"SlotStorage: {asked} needs all streams at the same step, got heads from {int(high.min())} to "
-                f"{int(high.max())}; use TransitionSampler or SequenceSampler with SlotReplayBuffer. Nothing was changed."
+                f"SlotStorage: {asked} needs all streams at the same step, got heads from {high.min()} to "
+                f"{high.max()}; use TransitionSampler or SequenceSampler with SlotReplayBuffer. Nothing was changed."
             )
         return int(high[0] - low[0])
 
@@ -473,7 +493,7 @@ class SlotStorage(TensorStorage):
         if self._block is None or not len(self):
             return None
         self._even_length("a stock sampler")
-        return (int(self._block.positions[HEAD, 0]) - 1) % self.capacity
+        return (int(self._block.np_positions[HEAD, 0]) - 1) % self.capacity
 
     @property
     def _mutation_revision(self) -> int:

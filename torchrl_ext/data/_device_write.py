@@ -1,0 +1,268 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Writing to a storage on a CUDA device without waiting for it.
+
+The host knows heads and tails, because it issues every write; what depends on data (which rows are cut, whether a
+pending successor is the next first observation) is decided by masks on the device. The one question that a mask cannot
+answer is whether the side table overflows, because that must raise before anything is written: the host keeps a lower
+bound of the room left and asks the device only when that bound is used up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from torchrl_ext.data._block import (
+    CUT,
+    FINALS,
+    HEAD,
+    HOLES,
+    NEWEST,
+    PENDING,
+    RESERVED,
+    TAIL,
+    UNKNOWN,
+    SlotBlock,
+)
+from torchrl_ext.data._slot_io import copy_rows
+from torchrl_ext.data.grouping import rank_in_group
+from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR, next_of
+from torchrl_ext.data.packing import Ends, PackedRun, Run, cuts, differ, pack_successors
+
+if TYPE_CHECKING:
+    from torchrl_ext.data.storages import SlotHandle, SlotStorage
+
+
+def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) -> SlotHandle:
+    """Writes a checked run; the same outcome as :func:`torchrl_ext.data._slot_io.write_run`."""
+    from torchrl_ext.data.storages import SlotHandle
+
+    layout, host = block.layout, block.np_positions
+    packed = isinstance(run, PackedRun)
+    num_steps = run.rows.shape[0] if packed else run.num_steps
+    first = host[HEAD, columns].copy()
+    # With a whole lap or more the newest row dies in this write, and its successor with it.
+    may_promote = num_steps < block.capacity and bool((host[NEWEST, columns] == PENDING).any())
+    promoted = _unequal_pending(block, run, columns, first) if may_promote else None
+    listed = masked = None
+    if packed:
+        listed = _listed(block, run, columns, first, num_steps)
+        most = 0 if listed is None else listed.most
+    else:
+        masked = cuts(run)
+        most = num_steps if layout.derives and run.successors is not None else 0
+    if layout.derives:
+        _ensure_room(block, min(most, block.capacity) + may_promote, columns, num_steps, promoted, masked)
+    derived = layout.derives and not packed and run.successors is not None
+    # Rows whose cut has no entry are marked in the row itself.
+    copy_rows(block, run, Ends(None, None, None, None if derived or packed else masked), columns, num_steps, first)
+    if promoted is not None:
+        _promote(block, promoted, columns, first)
+    if listed is not None:
+        listed.write(block, run.finals)
+    elif derived:
+        _write_masked(block, run, masked, columns, num_steps)
+    block.positions[[HEAD, RESERVED], columns] += num_steps
+    host[HEAD, columns] += num_steps
+    host[RESERVED, columns] += num_steps
+    tail = run.tail if packed else None
+    if derived:
+        tail = pack_successors(layout, {key: leaf[-1] for key, leaf in run.successors.items()})
+    _write_newest(block, tail, columns)
+    return SlotHandle(first, num_steps, columns, block.capacity)
+
+
+def _newest_rows(block: SlotBlock, columns: slice, heads: np.ndarray) -> torch.Tensor:
+    """Flat rows before the heads; a view of an arange where streams are in step, so that no index is uploaded."""
+    if (heads == heads[0]).all():
+        start = int(heads[0] - 1) % block.capacity * block.num_streams
+        return torch.arange(start + columns.start, start + columns.stop, device=block.device)
+    rows = (heads - 1) % block.capacity * block.num_streams + np.arange(columns.start, columns.stop)
+    return torch.from_numpy(rows).to(block.device, non_blocking=True)
+
+
+def _places(block: SlotBlock, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pending place of each stream of a block: its number in the stream's ring, and its flat row."""
+    place = block.positions[FINALS, columns] % block.final_capacity
+    stream = torch.arange(columns.start, columns.stop, device=block.device)
+    return place, block.side_start + stream * block.final_capacity + place
+
+
+def _unequal_pending(block: SlotBlock, run: Run | PackedRun, columns: slice, heads: np.ndarray) -> torch.Tensor:
+    """bool ``[n]``: streams whose pending successor is not the first observation of the run."""
+    layout = block.layout
+    if layout.derives:
+        rows = block.successor_words.index_select(0, _places(block, columns)[1]).view(torch.uint8)
+        known = layout.leaves(rows, layout.prefix)
+    else:
+        rows = block.words.index_select(0, _newest_rows(block, columns, heads)).view(torch.uint8)
+        leaves = layout.leaves(rows, [layout.by_key[next_of(key)] for key in layout.next_keys])
+        known = {key: leaves[next_of(key)] for key in layout.next_keys}
+    if isinstance(run, PackedRun):
+        observed = layout.leaves(run.rows[0], [layout.by_key[key] for key in known])
+    else:
+        observed = run.first
+    unequal = torch.zeros(columns.stop - columns.start, dtype=torch.bool, device=block.device)
+    for key, leaf in known.items():
+        if key in observed:
+            unequal |= differ(leaf, observed[key].to(block.device, non_blocking=True), 1)
+    return unequal & (block.positions[NEWEST, columns] == PENDING)
+
+
+def _promote(block: SlotBlock, promoted: torch.Tensor, columns: slice, heads: np.ndarray) -> None:
+    rows = _newest_rows(block, columns, heads)
+    place, _ = _places(block, columns)
+    final = block.final.index_select(0, rows)
+    value = place.int() if block.layout.derives else torch.full_like(final, NO_SUCCESSOR)
+    block.final.index_copy_(0, rows, torch.where(promoted, value, final))
+    if not block.layout.derives:
+        return
+    steps = torch.from_numpy(heads - 1).to(block.device, non_blocking=True)
+    _own_places(block, columns, place.unsqueeze(0), torch.where(promoted, steps, -1).unsqueeze(0))
+    block.positions[FINALS, columns] += promoted
+
+
+def _own_places(block: SlotBlock, columns: slice, place: torch.Tensor, steps: torch.Tensor) -> None:
+    # Steps of a stream only grow, so a maximum writes the new owner, and -1 writes nothing.
+    table = block.final_step[columns]
+    table.scatter_reduce_(1, place.T, steps.T.contiguous(), "amax")
+
+
+def _write_masked(block: SlotBlock, run: Run, cut: torch.Tensor, columns: slice, num_steps: int) -> None:
+    """Stores the successors of cut rows; those of the others go to the sink row."""
+    layout, dropped = block.layout, max(num_steps - block.capacity, 0)
+    cut = cut[dropped:].to(block.device)
+    kept = len(cut)
+    rank = cut.long().cumsum(0) - 1
+    place = (block.positions[FINALS, columns] + rank.clamp(min=0)) % block.final_capacity
+    stream = torch.arange(columns.start, columns.stop, device=block.device)
+    side = torch.where(cut, block.side_start + stream * block.final_capacity + place, block.sink)
+    packed = pack_successors(layout, {key: leaf[dropped:].flatten(0, 1) for key, leaf in run.successors.items()})
+    words = packed.to(block.device, non_blocking=True).view(block.words.dtype)
+    block.successor_words.index_copy_(0, side.flatten(), words)
+    heads = block.positions[HEAD, columns]
+    steps = heads + torch.arange(dropped, num_steps, device=block.device).unsqueeze(-1)
+    rows = steps % block.capacity * block.num_streams + stream
+    # Every row of the run is ours, so its hidden ``final`` can be written densely.
+    value = torch.where(cut, place, FOLLOWED).int()
+    block.final.index_copy_(0, rows.flatten(), value.flatten())
+    _own_places(block, columns, place, torch.where(cut, steps, -1).view(kept, -1))
+    block.positions[FINALS, columns] += cut.sum(0)
+
+
+class _Listed:
+    """Final observations that a packed run lists on the host: where they go, but for the places only a device knows."""
+
+    def __init__(self, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray | None) -> None:
+        self.most = int(rank.max()) + 1
+        self.order = order
+        self.numbers = np.stack([stream, steps, rank])
+
+    def write(self, block: SlotBlock, finals: torch.Tensor) -> None:
+        stream, steps, rank = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
+        place = (block.positions[FINALS][stream] + rank) % block.final_capacity
+        entry = stream * block.final_capacity + place
+        words = finals[:, : block.layout.successor_bytes].to(block.device, non_blocking=True)
+        if self.order is not None:
+            words = words[torch.from_numpy(self.order).to(block.device, non_blocking=True)]
+        words = words.contiguous().view(block.words.dtype)
+        block.successor_words.index_copy_(0, block.side_start + entry, words)
+        rows = steps % block.capacity * block.num_streams + stream
+        block.final.index_copy_(0, rows, place.int())
+        block.final_step.view(-1).index_copy_(0, entry, steps)
+        block.positions[FINALS].index_add_(0, stream, torch.ones_like(stream))
+
+
+def _listed(block: SlotBlock, run: PackedRun, columns: slice, first: np.ndarray, num_steps: int) -> _Listed | None:
+    if run.final_rows is None or not len(run.final_rows) or not block.layout.derives:
+        return None
+    step, stream = np.divmod(run.final_rows.numpy(), columns.stop - columns.start)
+    order, rank = rank_in_group(stream)
+    kept = step[order] >= num_steps - block.capacity
+    if not kept.all():
+        order = order[kept]
+        if not len(order):
+            return None
+        _, rank = rank_in_group(stream[order])
+    stream = stream[order]
+    return _Listed(stream + columns.start, first[stream] + step[order], rank, order)
+
+
+def _ensure_room(
+    block: SlotBlock,
+    most: int,
+    columns: slice,
+    num_steps: int,
+    promoted: torch.Tensor | None,
+    masked: torch.Tensor | None,
+) -> None:
+    """Raises before writing when ``most`` new entries in one stream might not fit and indeed do not."""
+    if not most:
+        return
+    if block.room < most:
+        # The only wait for the device in a write: once per final_capacity / most writes, or when the table is nearly full.
+        low = torch.maximum(block.positions[TAIL], block.positions[HEAD] - block.capacity)
+        live = (block.final_step >= low.unsqueeze(-1)).sum(-1)
+        block.room = block.final_capacity - 1 - int(live.max())
+    if block.room < most:
+        low = torch.maximum(block.positions[TAIL], block.positions[HEAD] + num_steps - block.capacity)[columns]
+        live = (block.final_step[columns] >= low.unsqueeze(-1)).sum(-1)
+        if masked is not None:
+            live = live + masked[max(num_steps - block.capacity, 0) :].sum(0).to(block.device)
+        else:
+            live = live + (most - (promoted is not None))
+        if promoted is not None:
+            live = live + promoted
+        needed = int(live.max()) + 1
+        if needed > block.final_capacity:
+            raise RuntimeError(
+                f"SlotStorage: the side table must hold {needed} entries per stream, it has final_capacity="
+                f"{block.final_capacity} and {block.kind} memory cannot grow. Nothing was changed; build the storage "
+                "with a larger final_capacity."
+            )
+        block.room = 0
+        return
+    block.room -= most
+
+
+def _write_newest(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -> None:
+    derives = block.layout.derives
+    known = PENDING if tail is not None or not derives else UNKNOWN
+    rows = _newest_rows(block, columns, block.np_positions[HEAD, columns])
+    final = block.final.index_select(0, rows)
+    block.positions[NEWEST, columns] = torch.where(final == FOLLOWED, known, CUT)
+    block.np_positions[NEWEST, columns] = known
+    if tail is not None and derives:
+        tail = tail[:, : block.layout.successor_bytes].to(block.device, non_blocking=True).contiguous()
+        block.successor_words.index_copy_(0, _places(block, columns)[1], tail.view(block.words.dtype))
+
+
+def cut_streams_on_device(storage: SlotStorage, columns: slice) -> None:
+    """Implements :meth:`SlotStorage.end_streams`; waits for the device, because cuts are rare and must not overflow."""
+    block = storage.block
+    host, heads = block.np_positions, block.np_positions[HEAD, columns]
+    state = block.positions[NEWEST, columns]
+    promoted = state == PENDING
+    lost = (state == UNKNOWN) & torch.from_numpy(heads > host[TAIL, columns]).to(block.device)
+    low = torch.maximum(block.positions[TAIL], block.positions[HEAD] - block.capacity)[columns]
+    if block.layout.derives:
+        _ensure_room(block, 1, columns, 0, promoted, torch.zeros(1, len(heads), dtype=torch.bool))
+    holes = (block.hole_step[columns] >= low.unsqueeze(-1)).sum(-1) + lost
+    if int((holes * lost).max()) > block.hole_capacity:
+        raise RuntimeError(
+            f"SlotStorage: a stream must have at most {block.hole_capacity} live rows that were cut before their "
+            "successor was known. Nothing was changed; give packed runs a tail."
+        )
+    _promote(block, promoted, columns, heads)
+    rows = _newest_rows(block, columns, heads)
+    block.final.index_copy_(0, rows, torch.where(lost, HOLE, block.final.index_select(0, rows)).int())
+    place = (block.positions[HOLES, columns] % block.hole_capacity).unsqueeze(-1)
+    steps = torch.where(lost, torch.from_numpy(heads - 1).to(block.device), -1).unsqueeze(-1)
+    block.hole_step[columns].scatter_reduce_(1, place, steps, "amax")
+    block.positions[HOLES, columns] += lost
+    block.positions[NEWEST, columns] = torch.where(promoted | lost, CUT, state)
+    host[NEWEST, columns] = UNKNOWN
+    block.cut_unknown = block.cut_unknown or bool(lost.any())
