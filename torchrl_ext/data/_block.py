@@ -154,6 +154,8 @@ class SlotBlock:
     def bind(self, block: torch.Tensor) -> None:
         """Makes the views of a block of bytes."""
         self.bytes = block
+        #: What :func:`torchrl_ext.data.draws.lockstep` found; every write sets it to None.
+        self.sampleable: tuple | None = None
         num, finals, holes = self.num_streams, self.final_capacity, self.hole_capacity
         ints = block[: 8 * num * (POSITION_ROWS + finals + holes)].view(torch.int64)
         positions, final_step, hole_step = ints.split([POSITION_ROWS * num, finals * num, holes * num])

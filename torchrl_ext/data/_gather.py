@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 
 from torchrl_ext.data._block import FINALS, HEAD, NEWEST, PENDING, SlotBlock
-from torchrl_ext.data.draws import Draw
-from torchrl_ext.data.layout import FOLLOWED, HOLE, Field
+from torchrl_ext.data.draws import Draw, modulo
+from torchrl_ext.data.layout import FOLLOWED, HOLE, Field, RowLayout
 from torchrl_ext.data.packing import END_KEYS
 
 
@@ -30,84 +31,86 @@ class Span:
     reward: Field | None
     flags: tuple[Field, ...]
     final_offset: int
+    patches: tuple[tuple[int, int], ...]
+    """Byte ranges of a row, relative to ``start``, that an n-step transition takes from the last row used."""
 
     @classmethod
-    def of(cls, block: SlotBlock, reward_key) -> Span:
+    def of(cls, layout: RowLayout, reward_key: NestedKey) -> Span:
         """Finds the span of a layout."""
-        fields = block.layout.by_key
-        reward = fields.get(reward_key)
-        flags = tuple(fields[key] for key in END_KEYS if key in fields)
+        reward = layout.by_key.get(reward_key)
+        flags = tuple(layout.by_key[key] for key in END_KEYS if key in layout.by_key)
         needed = [*flags, *([] if reward is None else [reward])]
-        start = min([block.layout.final_offset, *(field.offset for field in needed)]) // 16 * 16
-        stop = max([block.layout.final_offset + 4, *(field.offset + field.nbytes for field in needed)])
-        return cls(start, -(-stop // 16) * 16, reward, flags, block.layout.final_offset)
+        start = min([layout.final_offset, *(field.offset for field in needed)]) // 16 * 16
+        stop = max([layout.final_offset + 4, *(field.offset + field.nbytes for field in needed)])
+        # Reward and flags are neighbours unless another small field sorts between them.
+        first, last = min(f.offset for f in needed) if needed else 0, max((f.offset + f.nbytes for f in needed), default=0)
+        if any(first <= field.offset < last and field not in needed for field in layout.fields):
+            patches = tuple((f.offset - start, f.offset - start + f.nbytes) for f in needed)
+        else:
+            patches = ((first - start, last - start),)
+        return cls(start, -(-stop // 16) * 16, reward, flags, layout.final_offset, patches)
 
 
 @dataclass
 class Chain:
-    """What a return used: steps, the sum of rewards, the last row, its span and its ``final``."""
+    """What a return used: steps, the last row, its ``final``, and its span with the return in place of the reward.
 
-    steps: torch.Tensor | None
-    reward: torch.Tensor | None
-    last_at: torch.Tensor
-    last_room: torch.Tensor
-    span: torch.Tensor | None
-    final: torch.Tensor
+    Arrays on the host, tensors on a device; ``steps`` and ``span`` (uint8 ``[B, width]``) are None for one step.
+    """
+
+    steps: torch.Tensor | np.ndarray | None
+    last_at: torch.Tensor | np.ndarray
+    last_room: torch.Tensor | np.ndarray
+    span: torch.Tensor | np.ndarray | None
+    final: torch.Tensor | np.ndarray
 
 
 def follow_numpy(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float) -> Chain:
     """Follows returns on the host, on compact copies of the spans: the gathered rows would be a cache miss each."""
+    at, room, unit = draw.at, draw.room, draw.unit
     if n_steps == 1:
-        return Chain(None, None, draw.at, draw.room, None, block.final.index_select(0, draw.at))
-    at, room = draw.at.numpy(), draw.room.numpy()
-    ring = block.capacity * block.num_streams
-    width = span.stop - span.start
+        return Chain(None, at, room, None, block.final.index_select(0, torch.from_numpy(at)).numpy())
+    count, ring = len(at), block.capacity * block.num_streams
+    reach = min(n_steps, block.capacity)  # a return within a ring of C rows uses C at most
+    # All steps in one gather; rows whose return has ended read somewhere harmless, be it NaN.
+    rows = modulo(at + (np.arange(reach, dtype=at.dtype) * block.num_streams)[:, None], ring)
     words = block.words[:, span.start // 16 : span.stop // 16]
     words = words.squeeze(1) if words.shape[1] == 1 else words
+    read = words.index_select(0, torch.from_numpy(rows.ravel())).numpy()
+    parts = read.view(np.uint8).reshape(reach, count, -1)
+    final_at, reward_at = span.final_offset - span.start, span.reward.offset - span.start
+    final = parts[..., final_at : final_at + 4].view(np.int32)[..., 0]
     dtype = np.float32 if span.reward.dtype == torch.float32 else np.float64
-    reward_at, final_at = span.reward.offset - span.start, span.final_offset - span.start
-
-    def read(rows: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        gathered = words.index_select(0, rows).numpy().reshape(len(at), -1)
-        parts = gathered.view(np.uint8).reshape(len(at), width)
-        final = parts[:, final_at : final_at + 4].view(np.int32)[:, 0]
-        return gathered, final, parts[:, reward_at : reward_at + span.reward.nbytes].view(dtype)[:, 0]
-
-    last, final, reward = read(draw.at)
-    total = reward.copy()
-    alive = (final == FOLLOWED) & (room > draw.unit)
-    steps = np.ones(len(at), dtype=np.int64)
-    for k in range(1, n_steps):
-        # Rows whose return has ended read somewhere harmless; the mask drops what they read.
-        later = at + k * block.num_streams
-        later -= (later >= ring) * np.int64(ring)
-        gathered, final, reward = read(torch.from_numpy(later))
-        alive &= final != HOLE
-        np.add(total, reward * dtype(gamma**k), out=total, where=alive)
-        np.copyto(last, gathered, where=alive[:, None])
-        steps += alive
-        alive &= (final == FOLLOWED) & (room > (k + 1) * draw.unit)
-    last_at = at + (steps - 1) * block.num_streams
-    last_at -= (last_at >= ring) * np.int64(ring)
-    last = last.view(np.uint8).reshape(len(at), width)
-    parts = (steps, total, last_at, room - (steps - 1) * draw.unit, last)
-    tensors = [torch.from_numpy(part) for part in parts]
-    return Chain(*tensors, torch.from_numpy(last[:, final_at : final_at + 4].view(np.int32)[:, 0]))
+    reward = parts[..., reward_at : reward_at + span.reward.nbytes].view(dtype)[..., 0]
+    total, used = reward[0].copy(), np.zeros(count, dtype=at.dtype)
+    alive, holes = np.ones(count, dtype=bool), block.may_have_holes
+    for k in range(1, reach):
+        alive &= final[k - 1] == FOLLOWED
+        alive &= room > k * unit
+        if holes:
+            alive &= final[k] != HOLE
+        total += np.where(alive, reward[k] * dtype(gamma**k), dtype(0))
+        used += alive
+    lanes = np.arange(count, dtype=at.dtype)
+    last = read[used * at.dtype.type(count) + lanes].view(np.uint8).reshape(count, -1)
+    last_final = last[:, final_at : final_at + 4].view(np.int32)[:, 0]
+    last[:, reward_at : reward_at + span.reward.nbytes].view(dtype)[:, 0] = total
+    last_at = modulo(at + used * at.dtype.type(block.num_streams), ring)
+    return Chain(used + 1, last_at, room - used * at.dtype.type(unit), last, last_final)
 
 
 def follow(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float) -> Chain:
     """Follows returns with torch operations only, without a host synchronisation (CUDA, and any reward dtype)."""
     if n_steps == 1:
-        return Chain(None, None, draw.at, draw.room, None, block.final.index_select(0, draw.at))
+        return Chain(None, draw.at, draw.room, None, block.final.index_select(0, draw.at))
     ring = block.capacity * block.num_streams
     spans = block.words[:, span.start // 16 : span.stop // 16]
     last = spans.index_select(0, draw.at)
     final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4]
     total, steps = _part(last, span, span.reward).clone(), torch.ones_like(draw.at)
     alive = (final == FOLLOWED) & (draw.room > draw.unit)
-    for k in range(1, n_steps):
-        later = (draw.at + k * block.num_streams) % ring
-        read = spans.index_select(0, later)
+    for k in range(1, min(n_steps, block.capacity)):
+        read = spans.index_select(0, (draw.at + k * block.num_streams) % ring)
         final = read.view(torch.int32)[:, (span.final_offset - span.start) // 4]
         alive = alive & (final != HOLE)
         # ``where`` and not a product: what ended returns read may be NaN.
@@ -117,21 +120,21 @@ def follow(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float)
         alive = alive & (final == FOLLOWED) & (draw.room > (k + 1) * draw.unit)
     last_at = (draw.at + (steps - 1) * block.num_streams) % ring
     room = draw.room - (steps - 1) * draw.unit
-    final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4]
-    return Chain(steps, total, last_at, room, last.view(torch.uint8), final)
+    final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4].clone()
+    _part(last, span, span.reward).copy_(total)
+    return Chain(steps, last_at, room, last.view(torch.uint8), final)
 
 
 def _part(span_words: torch.Tensor, span: Span, field: Field) -> torch.Tensor:
     return span_words.view(field.dtype)[:, (field.offset - span.start) // field.dtype.itemsize]
 
 
-def successors_numpy(block: SlotBlock, chain: Chain, stream: torch.Tensor, unit: int) -> torch.Tensor:
+def successors_numpy(block: SlotBlock, chain: Chain, streams: np.ndarray, unit: int) -> np.ndarray:
     """Returns the flat rows that hold the successors, on the host; few rows need more than the next ring row."""
-    at, final, streams = chain.last_at.numpy(), chain.final.numpy(), stream.numpy()
+    at, final = chain.last_at, chain.final
     ring = block.capacity * block.num_streams
-    found = at + block.num_streams
-    found -= (found >= ring) * np.int64(ring)
-    newest = chain.last_room.numpy() <= unit
+    found = modulo(at + block.num_streams, ring)
+    newest = chain.last_room <= unit
     special = np.flatnonzero((final != FOLLOWED) | newest)
     if len(special):
         ids, kind = streams[special], final[special]
@@ -142,7 +145,7 @@ def successors_numpy(block: SlotBlock, chain: Chain, stream: torch.Tensor, unit:
         follows = np.where(positions[NEWEST, ids] == PENDING, pending, found[special])
         own = np.where(kind == FOLLOWED, np.where(newest[special], follows, found[special]), at[special])
         found[special] = np.where(kind >= 0, side + kind, own)
-    return torch.from_numpy(found)
+    return found
 
 
 def successors(block: SlotBlock, chain: Chain, stream: torch.Tensor, unit: int) -> torch.Tensor:
@@ -162,7 +165,7 @@ def gather_successors(block: SlotBlock, at: torch.Tensor, stream: torch.Tensor, 
     newest = (slot + 1) % block.capacity == block.positions[HEAD][stream] % block.capacity
     unknown = newest & (block.positions[NEWEST][stream] != PENDING)
     final = torch.where((final == FOLLOWED) & unknown, HOLE, final)
-    chain = Chain(None, None, at, torch.where(newest, 1, 2), None, final)
+    chain = Chain(None, at, torch.where(newest, 1, 2), None, final)
     found = successors(block, chain, stream, 1).clamp(0, block.sink)
     words = block.successor_words.index_select(0, found)
     return block.layout.leaves(words.view(torch.uint8), block.layout.prefix)

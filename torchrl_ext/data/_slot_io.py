@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 
 from torchrl_ext.data._block import CUT, FINALS, HEAD, HOLES, NEWEST, PENDING, RESERVED, TAIL, UNKNOWN, SlotBlock
-from torchrl_ext.data.final_obs import moved_finals, needed_entries, newest_state, plan_finals, promote, write_finals
+from torchrl_ext.data.final_obs import in_step, moved_finals, needed_entries, newest_state, plan_finals, promote, write_finals
 from torchrl_ext.data.layout import HOLE, RowLayout
 from torchrl_ext.data.packing import Ends, PackedRun, Run, find_ends, write_marks, write_rows
 
@@ -75,20 +75,22 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     packed = isinstance(run, PackedRun)
     num_steps = run.rows.shape[0] if packed else run.num_steps
     ends = run if packed else find_ends(block.layout, run)
-    plan = plan_finals(block, run, ends, columns, num_steps)
+    first = block.np_positions[HEAD, columns].copy()
+    plan = plan_finals(block, run, ends, columns, num_steps, first)
     if plan.needed > block.final_capacity:
         block = grow(storage, finals=plan.needed)
     positions = block.np_positions
-    first = positions[HEAD, columns].copy()
+    block.sampleable = None
     positions[RESERVED, columns] += num_steps
     copy_rows(block, run, ends, columns, num_steps, first)
     if plan.promoted is not None:
         promote(block, plan.promoted)
-    write_finals(block, plan, ends)
+    if plan.streams is not None:
+        write_finals(block, plan, ends)
     # A reader without the lock must never pair the new heads with the old pending successors.
     positions[NEWEST, columns] = UNKNOWN
     positions[HEAD, columns] += num_steps
-    positions[NEWEST, columns] = newest_state(block, ends, columns)
+    positions[NEWEST, columns] = newest_state(block, ends, columns, first + num_steps)
     return SlotHandle(first, num_steps, columns, block.capacity)
 
 
@@ -96,7 +98,7 @@ def copy_rows(
     block: SlotBlock, run: Run | PackedRun, ends: Ends | PackedRun, columns: slice, num_steps: int, first: np.ndarray
 ) -> None:
     dropped = max(num_steps - block.capacity, 0)
-    if (first == first[0]).all():
+    if in_step(first):
         start, take = int(first[0] + dropped) % block.capacity, num_steps - dropped
         ahead = min(take, block.capacity - start)
         _put(block.layout, run, ends, block.ring[start : start + ahead, columns], dropped)
@@ -120,7 +122,11 @@ def copy_rows(
 def _put(layout: RowLayout, run: Run | PackedRun, ends: Ends | PackedRun, rows: torch.Tensor, first: int) -> None:
     steps = slice(first, first + rows.shape[0])
     if isinstance(run, PackedRun):
-        rows.copy_(run.rows[steps], non_blocking=True)
+        source = run.rows[steps]
+        if source.storage_offset() % 8 == 0 and source.stride(0) % 8 == source.stride(1) % 8 == 0:
+            # As int64 words torch copies a quarter faster than as bytes.
+            rows, source = rows.view(torch.int64), source.view(torch.int64)
+        rows.copy_(source, non_blocking=True)
         return
     write_rows(layout, run, rows, steps)
     write_marks(layout, rows, None if ends.marks is None else ends.marks[steps])
@@ -170,6 +176,7 @@ def cut_streams(storage: SlotStorage, columns: slice) -> None:
     if needed > block.final_capacity or holes > block.hole_capacity:
         block = grow(storage, finals=needed, holes=holes)
         positions = block.np_positions
+    block.sampleable = None
     if len(pending):
         promote(block, pending)
     if len(lost):

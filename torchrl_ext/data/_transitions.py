@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
 
@@ -11,7 +14,7 @@ from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._gather import Chain, Span, follow, follow_numpy, successors, successors_numpy
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
-from torchrl_ext.data.layout import is_next, next_of
+from torchrl_ext.data.layout import RowLayout, is_next, next_of
 
 _NUMPY_REWARDS = (torch.float32, torch.float64)
 
@@ -26,7 +29,7 @@ def assemble(
     contiguous: bool = False,
     device: torch.device | None = None,
     pool: BatchPool | None = None,
-) -> TensorDict:
+) -> tuple[TensorDict, dict[NestedKey, torch.Tensor]]:
     """Gathers drawn rows, follows their returns and gathers the successors: one packed gather each.
 
     Args:
@@ -40,42 +43,51 @@ def assemble(
         pool (BatchPool, optional): where host batches come from.
     """
     layout = block.layout
-    span = _span(block, reward_key, n_steps)
-    on_host = not block.on_device
-    if on_host and (n_steps == 1 or span.reward.dtype in _NUMPY_REWARDS):
+    span = _span(layout, reward_key, n_steps)
+    if not block.on_device and (n_steps == 1 or span.reward.dtype in _NUMPY_REWARDS):
+        draw = draw.numpy()
         chain = follow_numpy(block, draw, span, n_steps, gamma)
+        after = successors_numpy(block, chain, draw.stream, draw.unit) if layout.derives else chain.last_at
     else:
+        draw = draw.torch()
         chain = follow(block, draw, span, n_steps, gamma)
+        after = successors(block, chain, draw.stream, draw.unit) if layout.derives else chain.last_at
     rows, later = _gather(block, block.words, draw.at, pool), None
     if layout.derives:
-        find = successors_numpy if on_host else successors
-        later = _gather(block, block.successor_words, find(block, chain, draw.stream, draw.unit), pool)
+        later = _gather(block, block.successor_words, after, pool)
     elif n_steps > 1:
-        later = _gather(block, block.words, chain.last_at, pool)
-    small = _small(chain, draw, gamma)
-    if device is not None and device != block.device:
-        rows, later, chain, small = _move(device, rows, later, chain, small)
-    leaves = layout.leaves(rows, layout.fields)
-    if layout.derives:
-        leaves.update((next_of(key), leaf) for key, leaf in layout.leaves(later, layout.prefix).items())
-    elif later is not None:
-        own = [field for field in layout.fields if is_next(field.key)]
-        leaves.update(layout.leaves(later, own))
+        later = _gather(block, block.words, after, pool)
     if chain.steps is not None:
         # The gathered rows are this batch's own: the return and the last flags replace the row's in place.
-        reward = leaves[span.reward.key]
-        reward.copy_(chain.reward.view(reward.shape))
-        for field in span.flags:
-            start = field.offset - span.start
-            flag = chain.span[:, start : start + field.nbytes].view(field.dtype)
-            leaves[field.key].copy_(flag.view(leaves[field.key].shape))
+        last = torch.as_tensor(chain.span)
+        for start, stop in span.patches:
+            rows[:, span.start + start : span.start + stop].copy_(last[:, start:stop])
+            if later is not None and not layout.derives:
+                later[:, span.start + start : span.start + stop].copy_(last[:, start:stop])
+    small = _small(chain, draw, n_steps, gamma, block.device)
+    if device is not None and device != block.device:
+        rows = rows.to(device, non_blocking=True)
+        later = None if later is None else later.to(device, non_blocking=True)
+        small = {key: leaf.to(device, non_blocking=True) for key, leaf in small.items()}
+    leaves = layout.leaves(rows, layout.fields)
+    if layout.derives:
+        leaves.update(zip(_next_keys(layout), layout.leaves(later, layout.prefix).values(), strict=True))
+    elif later is not None:
+        leaves.update(layout.leaves(later, [field for field in layout.fields if is_next(field.key)]))
     if contiguous:
         leaves = {key: _own_memory(leaf, pool) for key, leaf in leaves.items()}
-    return layout.assemble({**leaves, **small}, torch.Size([len(draw)]), rows.device)
+    leaves.update(small)
+    return layout.assemble(leaves, torch.Size([len(draw)]), rows.device), small
 
 
-def _span(block: SlotBlock, reward_key: NestedKey, n_steps: int) -> Span:
-    span = Span.of(block, reward_key)
+@lru_cache(maxsize=64)
+def _next_keys(layout: RowLayout) -> tuple[NestedKey, ...]:
+    return tuple(next_of(field.key) for field in layout.prefix)
+
+
+@lru_cache(maxsize=64)
+def _span(layout: RowLayout, reward_key: NestedKey, n_steps: int) -> Span:
+    span = Span.of(layout, reward_key)
     if n_steps > 1 and (
         span.reward is None or not span.reward.dtype.is_floating_point or span.reward.shape.numel() != 1
     ):
@@ -93,37 +105,36 @@ def _take(nbytes: int, device: torch.device, pool: BatchPool | None) -> torch.Te
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _gather(block: SlotBlock, words: torch.Tensor, at: torch.Tensor, pool: BatchPool | None) -> torch.Tensor:
+def _gather(block: SlotBlock, words: torch.Tensor, at: torch.Tensor | np.ndarray, pool: BatchPool | None) -> torch.Tensor:
+    at = torch.as_tensor(at)
     out = _take(len(at) * words.shape[1] * 16, block.device, pool)
     out = out.view(words.dtype).view(len(at), words.shape[1])
     torch.index_select(words, 0, at, out=out)
     return out.view(torch.uint8)
 
 
-def _small(chain: Chain, draw: Draw, gamma: float) -> dict[NestedKey, torch.Tensor]:
-    count, device = len(draw), draw.at.device
+def _small(
+    chain: Chain, draw: Draw, n_steps: int, gamma: float, device: torch.device
+) -> dict[NestedKey, torch.Tensor]:
+    count = len(draw)
     if chain.steps is None:
         discount = torch.full((count, 1), gamma, device=device)
         steps = torch.ones(count, 1, dtype=torch.int64, device=device)
+    elif isinstance(chain.steps, np.ndarray):
+        # A table costs a sixth of a power.
+        powers = np.array([gamma**k for k in range(n_steps + 1)], dtype=np.float32)
+        discount = torch.from_numpy(powers[chain.steps]).unsqueeze(-1)
+        steps = torch.from_numpy(chain.steps.astype(np.int64)).unsqueeze(-1)
     else:
         steps = chain.steps.unsqueeze(-1)
         discount = torch.pow(gamma, steps.to(torch.float32))
-    index = torch.stack([draw.slot, draw.stream], -1)
-    return {
-        "discount": discount,
-        "steps_to_next_obs": steps,
-        "index": index,
-        "index_generation": draw.generation,
-    }
-
-
-def _move(device: torch.device, rows, later, chain: Chain, small: dict):
-    rows = rows.to(device, non_blocking=True)
-    later = None if later is None else later.to(device, non_blocking=True)
-    small = {key: leaf.to(device, non_blocking=True) for key, leaf in small.items()}
-    if chain.steps is not None:
-        chain.reward, chain.span = chain.reward.to(device), chain.span.to(device)
-    return rows, later, chain, small
+    if isinstance(draw.slot, np.ndarray):
+        pairs = np.empty((count, 2), dtype=np.int64)
+        pairs[:, 0], pairs[:, 1] = draw.slot, draw.stream
+        index, generation = torch.from_numpy(pairs), torch.from_numpy(draw.generation)
+    else:
+        index, generation = torch.stack([draw.slot, draw.stream], -1), draw.generation
+    return {"discount": discount, "steps_to_next_obs": steps, "index": index, "index_generation": generation}
 
 
 def _own_memory(leaf: torch.Tensor, pool: BatchPool | None) -> torch.Tensor:

@@ -101,6 +101,7 @@ def load_state(storage: SlotStorage, state: dict[str, Any]) -> None:
                 "Nothing was changed."
             )
         block = storage._make_block(layout, *sizes)
+    block.sampleable = None
     block.positions.copy_(state["positions"])
     block.positions[RESERVED] = block.positions[HEAD]
     block.final_step.copy_(state["final_step"])

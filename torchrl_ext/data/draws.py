@@ -17,26 +17,41 @@ _WIDE = 2**62
 
 @dataclass
 class Draw:
-    """Rows that were drawn.
+    """Rows that were drawn, as tensors or (on the host) as NumPy arrays.
 
     Attributes:
-        at (torch.Tensor): int64 ``[B]``, flat rows ``slot * N + stream``.
-        room (torch.Tensor): int64 ``[B]``: the row ``k`` steps later is sampleable too iff ``room > k * unit``.
+        at (torch.Tensor): ``[B]``, flat rows ``slot * N + stream``; int64, or int32 on the host where rows are few.
+        room (torch.Tensor): like ``at``: the row ``k`` steps later is sampleable too iff ``room > k * unit``.
         unit (int): what one step counts in ``room``.
-        stream (torch.Tensor): int64 ``[B]``.
-        slot (torch.Tensor): int64 ``[B]``.
+        stream (torch.Tensor): like ``at``.
+        slot (torch.Tensor): like ``at``.
         generation (torch.Tensor): int64 ``[B]``.
     """
 
-    at: torch.Tensor
-    room: torch.Tensor
+    at: torch.Tensor | np.ndarray
+    room: torch.Tensor | np.ndarray
     unit: int
-    stream: torch.Tensor
-    slot: torch.Tensor
-    generation: torch.Tensor
+    stream: torch.Tensor | np.ndarray
+    slot: torch.Tensor | np.ndarray
+    generation: torch.Tensor | np.ndarray
 
     def __len__(self) -> int:
         return len(self.at)
+
+    def numpy(self) -> Draw:
+        """The same draw as NumPy arrays, for the host."""
+        if isinstance(self.at, np.ndarray):
+            return self
+        return Draw(*(part if isinstance(part, int) else part.numpy() for part in self._parts()))
+
+    def torch(self) -> Draw:
+        """The same draw as tensors."""
+        if isinstance(self.at, torch.Tensor):
+            return self
+        return Draw(*(part if isinstance(part, int) else torch.from_numpy(part) for part in self._parts()))
+
+    def _parts(self) -> tuple:
+        return self.at, self.room, self.unit, self.stream, self.slot, self.generation
 
 
 @dataclass
@@ -52,7 +67,16 @@ class Lockstep:
 
 
 def lockstep(block: SlotBlock) -> Lockstep | None:
-    """Returns the sampleable rows when all streams of a host block are in step and have no holes, else None."""
+    """Returns the sampleable rows when all streams of a host block are in step and have no holes, else None.
+
+    The answer is kept until the next write where no other process can write.
+    """
+    if block.sampleable is None or block.kind in ("shared", "file"):
+        block.sampleable = (_lockstep(block),)
+    return block.sampleable[0]
+
+
+def _lockstep(block: SlotBlock) -> Lockstep | None:
     positions = block.np_positions
     head, tail = positions[HEAD], positions[TAIL]
     first = int(head[0])
@@ -76,24 +100,29 @@ def draw_lockstep(block: SlotBlock, rows: Lockstep, count: int, generator: torch
     num, size = block.num_streams, block.capacity * block.num_streams
     base = (rows.high - rows.low) * num
     extra = 0 if rows.known is None else len(rows.known)
-    ordinal = torch.randint(base + extra, (count,), generator=generator).numpy()
+    # Half as wide numbers cost half as much, here and in all that follows.
+    dtype = torch.int32 if block.rows.shape[0] < 2**31 else torch.int64
+    ordinal = torch.randint(base + extra, (count,), generator=generator, dtype=dtype).numpy()
     if extra:
         newest = np.flatnonzero(ordinal >= base)
         ordinal[newest] = base + rows.known[ordinal[newest] - base]
-    at = ordinal + rows.low % block.capacity * num
-    wrapped = at >= size
-    at -= wrapped * np.int64(size)
+    at = modulo(ordinal + rows.low % block.capacity * num, size)
     # NumPy divides by a scalar in SIMD; torch does not.
     slot = np.floor_divide(at, num)
     stream = at - slot * num
     room = base - ordinal
     if extra:
-        is_known = np.zeros(num, dtype=np.int64)
+        is_known = np.zeros(num, dtype=ordinal.dtype)
         is_known[rows.known] = num
         room += is_known[stream]
-    generation = wrapped + np.int64(rows.low // block.capacity)
-    parts = [torch.from_numpy(part) for part in (at, room, stream, slot, generation)]
-    return Draw(parts[0], parts[1], num, *parts[2:])
+    generation = (slot < rows.low % block.capacity) + np.int64(rows.low // block.capacity)
+    return Draw(at, room, num, stream, slot, generation)
+
+
+def modulo(rows: np.ndarray, size: int) -> np.ndarray:
+    """Returns ``rows % size`` for ``0 <= rows < 2 * size``: as unsigned numbers, the smaller of both candidates."""
+    unsigned = np.uint32 if rows.dtype == np.int32 else np.uint64
+    return np.minimum(rows.view(unsigned), (rows - size).view(unsigned)).view(rows.dtype)
 
 
 def uniform_ordinals(block: SlotBlock, total: torch.Tensor, count: int, generator: torch.Generator | None):

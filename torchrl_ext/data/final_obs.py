@@ -39,9 +39,14 @@ class FinalPlan:
 
 
 def plan_finals(
-    block: SlotBlock, source: Run | PackedRun, ends: Ends | PackedRun, columns: slice, num_steps: int
+    block: SlotBlock,
+    source: Run | PackedRun,
+    ends: Ends | PackedRun,
+    columns: slice,
+    num_steps: int,
+    first: np.ndarray,
 ) -> FinalPlan:
-    """Decides promotions and places of final observations for a run of a column block."""
+    """Decides promotions and places of final observations for a run of a column block; ``first`` are its heads."""
     positions = block.np_positions
     plan = FinalPlan()
     # With a whole lap or more the newest row dies in this write, and its successor with it.
@@ -55,7 +60,8 @@ def plan_finals(
     if ends.final_rows is None or not len(ends.final_rows):
         return plan
     step, stream = np.divmod(ends.final_rows.numpy(), columns.stop - columns.start)
-    stream += columns.start
+    if columns.start:
+        stream += columns.start
     dropped = num_steps - block.capacity
     if dropped > 0:
         plan.order = np.flatnonzero(step >= dropped)
@@ -72,7 +78,7 @@ def plan_finals(
         plan.order = order if dropped <= 0 else plan.order[order]
         plan.sequence = plan.sequence[order] + rank
         most += int(rank.max())
-    plan.streams, plan.steps = stream, positions[HEAD, stream] + step
+    plan.streams, plan.steps = stream, first[stream - columns.start] + step
     plan.needed = max(plan.needed, needed_entries(block, stream, plan.sequence, num_steps, most))
     return plan
 
@@ -144,8 +150,6 @@ def promote(block: SlotBlock, streams: np.ndarray) -> None:
 
 def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> None:
     """Stores the final observations of a run whose rows are already in the ring; heads are still the old ones."""
-    if plan.streams is None:
-        return
     streams, place = plan.streams, plan.sequence % block.final_capacity
     finals = ends.finals.numpy()[:, : block.layout.successor_bytes]
     block.np_successors[block.side_start + streams * block.final_capacity + place] = (
@@ -156,12 +160,16 @@ def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> N
     block.np_positions[FINALS, streams] = plan.sequence + 1
 
 
-def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice) -> np.ndarray:
-    """Stores the pending successors of the newest rows and returns what is known of them; heads are the new ones."""
+def in_step(heads: np.ndarray) -> bool:
+    """Tells whether all heads are equal."""
+    return np.count_nonzero(heads != heads[0]) == 0
+
+
+def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice, heads: np.ndarray) -> np.ndarray:
+    """Stores the pending successors of the newest rows and returns what is known of them; ``heads`` are the new ones."""
     positions = block.np_positions
-    head = positions[HEAD, columns]
-    if (head == head[0]).all():
-        first = int(head[0] - 1) % block.capacity * block.num_streams
+    if in_step(heads):
+        first = int(heads[0] - 1) % block.capacity * block.num_streams
         final = block.np_final[first + columns.start : first + columns.stop]
     else:
         final = block.np_final[_newest_rows(block, np.arange(columns.start, columns.stop))]

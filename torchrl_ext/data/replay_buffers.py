@@ -219,8 +219,7 @@ class SlotReplayBuffer(ReplayBuffer):
                     data.set(key, value)
             return data, info
         with self._replay_lock, self._write_lock, self._storage._lock:
-            data = self._consistent_sample(batch_size)
-        info = {key: data.get(key) for key in ("index", "index_generation", "discount", "steps_to_next_obs")}
+            data, info = self._consistent_sample(batch_size)
         if self._pin_memory and data.device is not None and data.device.type == "cpu" and torch.cuda.is_available():
             data = data.pin_memory()
         if self._transform is not None and len(self._transform):
@@ -228,17 +227,17 @@ class SlotReplayBuffer(ReplayBuffer):
                 data = self._transform(data)
         return data, info
 
-    def _consistent_sample(self, batch_size: int) -> TensorDict:
+    def _consistent_sample(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]]:
         storage = self._storage
         options = {"contiguous": self.contiguous, "device": self.sample_device, "pool": self._pool}
         if not storage.has_other_writers:
             return self._sampler.transitions(storage, batch_size, **options)
         for _ in range(_TRIES):
             before = snapshot(storage.block) if storage.initialized else None
-            data = self._sampler.transitions(storage, batch_size, **options)
-            handles = data.get("index"), data.get("index_generation")
+            data, info = self._sampler.transitions(storage, batch_size, **options)
+            handles = info["index"], info["index_generation"]
             if undisturbed(storage.block, before, *handles, self._sampler.n_steps):
-                return data
+                return data, info
         raise RuntimeError(
             f"sample: writers in other processes overwrote the drawn rows {_TRIES} times in a row. Nothing was returned; "
             "use a larger capacity."

@@ -127,8 +127,11 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
         contiguous: bool = False,
         device: torch.device | None = None,
         pool: BatchPool | None = None,
-    ) -> TensorDict:
+    ) -> tuple[TensorDict, dict[str, torch.Tensor]]:
         """Draws and assembles ``batch_size`` transitions (see the class); what :class:`SlotReplayBuffer` calls.
+
+        Returns:
+            tuple: the transitions, and what the sampler added to them (handles, discount and steps) by key.
 
         Raises:
             RuntimeError: when no row can be sampled.
@@ -148,9 +151,8 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
         """Draws rows; see :meth:`transitions`."""
-        if not len(storage):
+        if not storage.initialized:
             raise RuntimeError(_EMPTY.format("an empty storage"))
-        block = storage.block
         if not self.replacement:
             return self._draw_permuted(storage, batch_size)
         if self.stream_weights is not None:
@@ -222,8 +224,8 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
                 f"TransitionSampler: n_steps={self.n_steps} needs SlotReplayBuffer; a stock ReplayBuffer drops the "
                 "returns that a sampler computes. Nothing was drawn."
             )
-        drawn = self.draw(storage, batch_size)
-        return (drawn.slot, drawn.stream), {}
+        drawn = self.draw(storage, batch_size).torch()
+        return (drawn.slot.long(), drawn.stream.long()), {}
 
     def _sampleable_count(self, storage: SlotStorage, batch_size: int) -> int:
         return int(sampleable_counts(storage.block)[2].sum()) if storage.initialized else 0
@@ -295,7 +297,7 @@ def _longest(block: SlotBlock) -> int:
 
 def draw_index(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> torch.Tensor:
     """Draws (slot, stream) int64 ``[B, 2]`` for stock samplers."""
-    if not len(storage):
+    if not storage.initialized:
         raise RuntimeError(_EMPTY.format("an empty storage"))
-    drawn = draw(storage, batch_size, generator)
-    return torch.stack([drawn.slot, drawn.stream], -1)
+    drawn = draw(storage, batch_size, generator).torch()
+    return torch.stack([drawn.slot, drawn.stream], -1).long()

@@ -403,6 +403,7 @@ class SlotStorage(TensorStorage):
                 for row in (TAIL, RESERVED, HEAD):
                     positions[row] = start
                 positions[NEWEST] = UNKNOWN
+            self._block.sampleable = None
             self._bump_mutation_revision()
 
     def _empty(self) -> None:
