@@ -147,8 +147,8 @@ class SlotBlock:
             return header
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"SlotStorage: {filename} must begin with the header of a memory-mapped SlotStorage, got {head[:32]!r}. "
-                "The file was left as it is."
+                f"SlotStorage: {filename} must begin with the header of a memory-mapped SlotStorage, got "
+                f"{head[:32]!r}. The file was left as it is."
             ) from error
 
     def bind(self, block: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torchrl_ext.data import _fused as fused
 from torchrl_ext.data._block import (
     CUT,
     FINALS,
@@ -61,6 +62,14 @@ def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) 
     copy_rows(block, run, Ends(None, None, None, None if derived or packed else masked), columns, num_steps, first)
     if promoted is not None:
         _promote(block, promoted, columns, first)
+    if packed and fused.available(block):
+        if listed is not None:
+            fused.write_finals(block, listed.numbers, run.finals)
+        fused.commit(block, run, columns, num_steps)
+        host[HEAD, columns] += num_steps
+        host[RESERVED, columns] += num_steps
+        _write_tail(block, run.tail, columns)
+        return SlotHandle(first, num_steps, columns, block.capacity)
     if listed is not None:
         listed.write(block, run.finals)
     elif derived:
@@ -156,19 +165,16 @@ def _write_masked(block: SlotBlock, run: Run, cut: torch.Tensor, columns: slice,
 class _Listed:
     """Final observations that a packed run lists on the host: where they go, but for the places only a device knows."""
 
-    def __init__(self, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray | None) -> None:
+    def __init__(self, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray) -> None:
         self.most = int(rank.max()) + 1
-        self.order = order
-        self.numbers = np.stack([stream, steps, rank])
+        self.numbers = np.stack([stream, steps, rank, order])
 
     def write(self, block: SlotBlock, finals: torch.Tensor) -> None:
-        stream, steps, rank = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
+        stream, steps, rank, order = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
         place = (block.positions[FINALS][stream] + rank) % block.final_capacity
         entry = stream * block.final_capacity + place
         words = finals[:, : block.layout.successor_bytes].to(block.device, non_blocking=True)
-        if self.order is not None:
-            words = words[torch.from_numpy(self.order).to(block.device, non_blocking=True)]
-        words = words.contiguous().view(block.words.dtype)
+        words = words[order].contiguous().view(block.words.dtype)
         block.successor_words.index_copy_(0, block.side_start + entry, words)
         rows = steps % block.capacity * block.num_streams + stream
         block.final.index_copy_(0, rows, place.int())
@@ -203,7 +209,7 @@ def _ensure_room(
     if not most:
         return
     if block.room < most:
-        # The only wait for the device in a write: once per final_capacity / most writes, or when the table is nearly full.
+        # The only wait for the device in a write: once per final_capacity / most writes, or when the table is full.
         low = torch.maximum(block.positions[TAIL], block.positions[HEAD] - block.capacity)
         live = (block.final_step >= low.unsqueeze(-1)).sum(-1)
         block.room = block.final_capacity - 1 - int(live.max())
@@ -229,12 +235,16 @@ def _ensure_room(
 
 
 def _write_newest(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -> None:
-    derives = block.layout.derives
-    known = PENDING if tail is not None or not derives else UNKNOWN
+    known = PENDING if tail is not None or not block.layout.derives else UNKNOWN
     rows = _newest_rows(block, columns, block.np_positions[HEAD, columns])
     final = block.final.index_select(0, rows)
     block.positions[NEWEST, columns] = torch.where(final == FOLLOWED, known, CUT)
-    block.np_positions[NEWEST, columns] = known
+    _write_tail(block, tail, columns)
+
+
+def _write_tail(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -> None:
+    derives = block.layout.derives
+    block.np_positions[NEWEST, columns] = PENDING if tail is not None or not derives else UNKNOWN
     if tail is not None and derives:
         tail = tail[:, : block.layout.successor_bytes].to(block.device, non_blocking=True).contiguous()
         block.successor_words.index_copy_(0, _places(block, columns)[1], tail.view(block.words.dtype))

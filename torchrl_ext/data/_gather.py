@@ -11,6 +11,7 @@ row (reward, flags, ``final``), so each further step costs one gather of a 16-by
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ class Span:
     final_offset: int
     patches: tuple[tuple[int, int], ...]
     """Byte ranges of a row, relative to ``start``, that an n-step transition takes from the last row used."""
+    flag_range: tuple[int, int] | None
+    """The bytes of a row that the flags fill alone; None when something lies between them."""
 
     @classmethod
     def of(cls, layout: RowLayout, reward_key: NestedKey) -> Span:
@@ -43,12 +46,19 @@ class Span:
         start = min([layout.final_offset, *(field.offset for field in needed)]) // 16 * 16
         stop = max([layout.final_offset + 4, *(field.offset + field.nbytes for field in needed)])
         # Reward and flags are neighbours unless another small field sorts between them.
-        first, last = min(f.offset for f in needed) if needed else 0, max((f.offset + f.nbytes for f in needed), default=0)
+        first, last = (
+            min(f.offset for f in needed) if needed else 0,
+            max((f.offset + f.nbytes for f in needed), default=0),
+        )
         if any(first <= field.offset < last and field not in needed for field in layout.fields):
             patches = tuple((f.offset - start, f.offset - start + f.nbytes) for f in needed)
         else:
             patches = ((first - start, last - start),)
-        return cls(start, -(-stop // 16) * 16, reward, flags, layout.final_offset, patches)
+        flag_range = (min((f.offset for f in flags), default=0), max((f.offset + f.nbytes for f in flags), default=0))
+        between = any(flag_range[0] <= f.offset < flag_range[1] and f not in flags for f in layout.fields)
+        return cls(
+            start, -(-stop // 16) * 16, reward, flags, layout.final_offset, patches, None if between else flag_range
+        )
 
 
 @dataclass
@@ -123,6 +133,12 @@ def follow(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float)
     final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4].clone()
     _part(last, span, span.reward).copy_(total)
     return Chain(steps, last_at, room, last.view(torch.uint8), final)
+
+
+@lru_cache(maxsize=64)
+def powers(gamma: float, n_steps: int, device: torch.device) -> torch.Tensor:
+    """Returns ``gamma**k`` for ``k <= n_steps``, float32 ``[n_steps + 1]``; rounded once, alike on every device."""
+    return torch.tensor([gamma**k for k in range(n_steps + 1)], dtype=torch.float32, device=device)
 
 
 def _part(span_words: torch.Tensor, span: Span, field: Field) -> torch.Tensor:

@@ -12,7 +12,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 
 from torchrl_ext.data._block import CUT, FINALS, HEAD, HOLES, NEWEST, PENDING, RESERVED, TAIL, UNKNOWN, SlotBlock
-from torchrl_ext.data.final_obs import in_step, moved_finals, needed_entries, newest_state, plan_finals, promote, write_finals
+from torchrl_ext.data.final_obs import (
+    in_step,
+    moved_finals,
+    needed_entries,
+    newest_state,
+    plan_finals,
+    promote,
+    write_finals,
+)
 from torchrl_ext.data.layout import HOLE, RowLayout
 from torchrl_ext.data.packing import Ends, PackedRun, Run, find_ends, write_marks, write_rows
 

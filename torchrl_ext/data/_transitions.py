@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
 
+from torchrl_ext.data import _fused as fused
 from torchrl_ext.data._block import SlotBlock
-from torchrl_ext.data._gather import Chain, Span, follow, follow_numpy, successors, successors_numpy
+from torchrl_ext.data._gather import Chain, Span, follow, follow_numpy, powers, successors, successors_numpy
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
 from torchrl_ext.data.layout import RowLayout, is_next, next_of
@@ -65,7 +66,44 @@ def assemble(
             if later is not None and not layout.derives:
                 later[:, span.start + start : span.start + stop].copy_(last[:, start:stop])
     small = _small(chain, draw, n_steps, gamma, block.device)
-    if device is not None and device != block.device:
+    return _finish(layout, rows, later, small, contiguous=contiguous, device=device, pool=pool)
+
+
+def assemble_fused(
+    block: SlotBlock,
+    count: int,
+    n_steps: int,
+    gamma: float,
+    reward_key: NestedKey,
+    *,
+    generator: torch.Generator | None,
+    contiguous: bool = False,
+    device: torch.device | None = None,
+    pool: BatchPool | None = None,
+) -> tuple[TensorDict, dict[NestedKey, torch.Tensor]] | None:
+    """Draws and assembles uniform transitions by fused kernels; None where they do not apply."""
+    span = _span(block.layout, reward_key, n_steps)
+    if not fused.can_sample(block, span, n_steps):
+        return None
+    at, after, last, total, small = fused.sample(block, span, count, n_steps, gamma, generator)
+    rows = _gather(block, block.words, at, pool)
+    later = _gather(block, block.successor_words, after, pool)
+    if last is not None:
+        fused.patch(block, span, rows, last, total)
+    return _finish(block.layout, rows, later, small, contiguous=contiguous, device=device, pool=pool)
+
+
+def _finish(
+    layout: RowLayout,
+    rows: torch.Tensor,
+    later: torch.Tensor | None,
+    small: dict[NestedKey, torch.Tensor],
+    *,
+    contiguous: bool,
+    device: torch.device | None,
+    pool: BatchPool | None,
+) -> tuple[TensorDict, dict[NestedKey, torch.Tensor]]:
+    if device is not None and device != rows.device:
         rows = rows.to(device, non_blocking=True)
         later = None if later is None else later.to(device, non_blocking=True)
         small = {key: leaf.to(device, non_blocking=True) for key, leaf in small.items()}
@@ -77,7 +115,7 @@ def assemble(
     if contiguous:
         leaves = {key: _own_memory(leaf, pool) for key, leaf in leaves.items()}
     leaves.update(small)
-    return layout.assemble(leaves, torch.Size([len(draw)]), rows.device), small
+    return layout.assemble(leaves, rows.shape[:1], rows.device), small
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +143,9 @@ def _take(nbytes: int, device: torch.device, pool: BatchPool | None) -> torch.Te
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _gather(block: SlotBlock, words: torch.Tensor, at: torch.Tensor | np.ndarray, pool: BatchPool | None) -> torch.Tensor:
+def _gather(
+    block: SlotBlock, words: torch.Tensor, at: torch.Tensor | np.ndarray, pool: BatchPool | None
+) -> torch.Tensor:
     at = torch.as_tensor(at)
     out = _take(len(at) * words.shape[1] * 16, block.device, pool)
     out = out.view(words.dtype).view(len(at), words.shape[1])
@@ -113,21 +153,15 @@ def _gather(block: SlotBlock, words: torch.Tensor, at: torch.Tensor | np.ndarray
     return out.view(torch.uint8)
 
 
-def _small(
-    chain: Chain, draw: Draw, n_steps: int, gamma: float, device: torch.device
-) -> dict[NestedKey, torch.Tensor]:
+def _small(chain: Chain, draw: Draw, n_steps: int, gamma: float, device: torch.device) -> dict[NestedKey, torch.Tensor]:
     count = len(draw)
     if chain.steps is None:
         discount = torch.full((count, 1), gamma, device=device)
         steps = torch.ones(count, 1, dtype=torch.int64, device=device)
-    elif isinstance(chain.steps, np.ndarray):
-        # A table costs a sixth of a power.
-        powers = np.array([gamma**k for k in range(n_steps + 1)], dtype=np.float32)
-        discount = torch.from_numpy(powers[chain.steps]).unsqueeze(-1)
-        steps = torch.from_numpy(chain.steps.astype(np.int64)).unsqueeze(-1)
     else:
-        steps = chain.steps.unsqueeze(-1)
-        discount = torch.pow(gamma, steps.to(torch.float32))
+        # A table costs a sixth of a power.
+        steps = torch.as_tensor(chain.steps).long().unsqueeze(-1)
+        discount = powers(gamma, n_steps, device)[steps]
     if isinstance(draw.slot, np.ndarray):
         pairs = np.empty((count, 2), dtype=np.int64)
         pairs[:, 0], pairs[:, 1] = draw.slot, draw.stream

@@ -166,7 +166,7 @@ def in_step(heads: np.ndarray) -> bool:
 
 
 def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice, heads: np.ndarray) -> np.ndarray:
-    """Stores the pending successors of the newest rows and returns what is known of them; ``heads`` are the new ones."""
+    """Stores the pending successors of the newest rows, whose heads are new, and returns what is known of them."""
     positions = block.np_positions
     if in_step(heads):
         first = int(heads[0] - 1) % block.capacity * block.num_streams

@@ -154,7 +154,8 @@ def _check_ends(layout: RowLayout, run: Run, where: str) -> None:
         k, n = lacking.nonzero()[0].tolist()
         raise ValueError(
             f"{where}: a row that is truncated (done without terminated) must come with its final observation, got "
-            f"none for the row at step {k}, stream {n}. Nothing was written; pass {list(map(next_of, layout.next_keys))}."
+            f"none for the row at step {k}, stream {n}. Nothing was written; pass the keys "
+            f"{list(map(next_of, layout.next_keys))}."
         )
 
 
@@ -239,7 +240,7 @@ def find_ends(layout: RowLayout, run: Run) -> Ends:
 
 
 def write_marks(layout: RowLayout, rows: torch.Tensor, marks: torch.Tensor | None) -> None:
-    """Writes the hidden ``final`` of packed rows ``[K, N, row_bytes]``: ``NO_SUCCESSOR`` at marks, else ``FOLLOWED``."""
+    """Writes the hidden ``final`` of rows ``[K, N, row_bytes]``: ``NO_SUCCESSOR`` at marks, else ``FOLLOWED``."""
     final = rows.view(torch.int32)[..., layout.final_offset // 4]
     final.fill_(FOLLOWED)
     if marks is not None:

@@ -239,6 +239,6 @@ class SlotReplayBuffer(ReplayBuffer):
             if undisturbed(storage.block, before, *handles, self._sampler.n_steps):
                 return data, info
         raise RuntimeError(
-            f"sample: writers in other processes overwrote the drawn rows {_TRIES} times in a row. Nothing was returned; "
-            "use a larger capacity."
+            f"sample: writers in other processes overwrote the drawn rows {_TRIES} times in a row. Nothing was "
+            "returned; use a larger capacity."
         )

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_ext.data._block import HEAD, TAIL, SlotBlock
-from torchrl_ext.data._transitions import assemble
+from torchrl_ext.data._transitions import assemble, assemble_fused
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw, draw_lockstep, locate, lockstep, place, sampleable_counts, uniform_ordinals
 from torchrl_ext.data.storages import SlotStorage
@@ -137,17 +137,21 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
             RuntimeError: when no row can be sampled.
             ValueError: when ``n_steps > 1`` and the reward is not one floating-point number.
         """
-        draw = self.draw(storage, batch_size)
-        return assemble(
-            storage.block,
-            draw,
-            self.n_steps,
-            self.gamma,
-            self.reward_key,
-            contiguous=contiguous,
-            device=device,
-            pool=pool,
-        )
+        options = {"contiguous": contiguous, "device": device, "pool": pool}
+        recipe = self.n_steps, self.gamma, self.reward_key
+        if self.replacement and self.stream_weights is None and storage.initialized and storage.block.on_device:
+            self._refuse_empty(storage.block)
+            made = assemble_fused(storage.block, batch_size, *recipe, generator=self._rng, **options)
+            if made is not None:
+                return made
+        return assemble(storage.block, self.draw(storage, batch_size), *recipe, **options)
+
+    @staticmethod
+    def _refuse_empty(block: SlotBlock) -> None:
+        # With two rows in one stream a row surely has its successor; only below that a device is asked.
+        longest = int((block.np_positions[HEAD] - block.np_positions[TAIL]).max())
+        if (longest < 2 or block.may_have_holes) and not int(sampleable_counts(block)[2].sum()):
+            raise RuntimeError(_EMPTY.format("none"))
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
         """Draws rows; see :meth:`transitions`."""
@@ -285,14 +289,11 @@ def draw(storage: SlotStorage, batch_size: int, generator: torch.Generator | Non
             return draw_lockstep(block, rows, batch_size, generator)
     low, high, counts = sampleable_counts(block)
     total = counts.sum()
-    # With two rows in one stream a row surely has its successor; only below that a device is asked.
-    if (not block.on_device or _longest(block) < 2 or block.may_have_holes) and not int(total):
+    if block.on_device:
+        TransitionSampler._refuse_empty(block)
+    elif not int(total):
         raise RuntimeError(_EMPTY.format("none"))
     return locate(block, low, counts, uniform_ordinals(block, total, batch_size, generator), high)
-
-
-def _longest(block: SlotBlock) -> int:
-    return int((block.np_positions[HEAD] - block.np_positions[TAIL]).max())
 
 
 def draw_index(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> torch.Tensor:

@@ -16,8 +16,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data import _slot_io as io
 from torchrl_ext.data import positions as pos
-from torchrl_ext.data._device_write import cut_streams_on_device, write_run_on_device
 from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNCOUNTED, UNKNOWN, SlotBlock
+from torchrl_ext.data._device_write import cut_streams_on_device, write_run_on_device
 from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, save_state
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun, check_run
@@ -159,7 +159,8 @@ class SlotStorage(TensorStorage):
         places = [name for name, on in (("pinned", pinned), ("shared", shared), ("filename", filename)) if on]
         if len(places) > 1 or (places and device.type != "cpu"):
             raise ValueError(
-                f"SlotStorage: at most one of pinned, shared and filename goes with device='cpu', got {places} on {device}."
+                "SlotStorage: at most one of pinned, shared and filename goes with device='cpu', got "
+                f"{places} on {device}."
             )
         Storage.__init__(self, capacity * num_streams)
         self.ndim = 2
@@ -362,8 +363,8 @@ class SlotStorage(TensorStorage):
             return run.layout
         if not isinstance(run, TensorDictBase):
             raise TypeError(
-                f"extend_batch: run must be a TensorDict of batch size [K, N] or a PackedRun, got {type(run).__name__}. "
-                "Nothing was written; stack the steps along dim 0."
+                "extend_batch: run must be a TensorDict of batch size [K, N] or a PackedRun, got "
+                f"{type(run).__name__}. Nothing was written; stack the steps along dim 0."
             )
         if run.batch_dims not in ((1, 2) if self.num_streams == 1 else (2,)):
             raise ValueError(

@@ -1,0 +1,109 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Everything a run goes on from: saved whole, and loaded whole or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_ext.data import SlotReplayBuffer
+from torchrl_ext.trainers import (
+    FastSACLearner,
+    UpdateGovernor,
+    load_checkpoint,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+
+KIND = "torchrl_ext.fast_sac/1"
+
+
+@dataclass
+class Counters:
+    """Where a run stands."""
+
+    frames: int = 0
+    """Rows collected."""
+    episodes: int = 0
+    """Training episodes that ended."""
+    seconds: float = 0.0
+    """Seconds of training."""
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """The parts of a run that a checkpoint holds. Environments are not among them: episodes begin anew.
+
+    Args:
+        task (str): a checkpoint of another task is foreign.
+    """
+
+    task: str
+    learner: FastSACLearner
+    governor: UpdateGovernor
+    replay: SlotReplayBuffer
+    counters: Counters = field(default_factory=Counters)
+
+    def save(self, path: Path, *, history: dict[str, Any], with_replay: bool) -> Path:
+        """Writes a checkpoint atomically; of the rows only those that live."""
+        state = {
+            "task": self.task,
+            "counters": vars(self.counters),
+            "learner": self.learner.state_dict(),
+            "governor": self.governor.state_dict(),
+            "replay": self.replay.state_dict() if with_replay else None,
+            "random": random_state(),
+            "history": history,
+        }
+        return save_checkpoint(path, state, kind=KIND)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continues from a checkpoint, or from the ``last.pt`` of a run's folder, and returns its history.
+
+        The streams of the replay are cut, because its environments are gone: a new episode's first observation is
+        never taken for a successor. Without a replay in the checkpoint the warm-up gate closes again.
+
+        Raises:
+            FileNotFoundError, ValueError: if there is no such file, or it is damaged or of another run. Nothing was
+                changed.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / "checkpoints" / "last.pt"
+        state = load_checkpoint(path, kind=KIND)
+        try:
+            self._load(state)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).strip("'\"")
+            raise ValueError(f"resume_from: {path} must be a checkpoint of this task and configuration: {reason}") from (
+                error
+            )
+        return state["history"]
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if state["task"] != self.task:
+            raise ValueError(f"env.task must be {state['task']!r} as saved, got {self.task!r}. Nothing was changed.")
+        counters = Counters(**state["counters"])
+        self.learner.check_state_dict(state["learner"])
+        governor = UpdateGovernor(1, rows_per_step=1)
+        governor.load_state_dict(state["governor"])
+        if state["replay"] is not None:
+            # The replay checks its own state; it is the only part that can refuse from here on.
+            self.replay.load_state_dict(state["replay"])
+            self.replay.end_streams()
+        self.learner.load_state_dict(state["learner"])
+        self.governor.load_state_dict(state["governor"])
+        if state["replay"] is None:
+            self.governor.rearm(counters.frames)
+        self.counters = counters
+        restore_random_state(state["random"])
+
+    @property
+    def device(self) -> torch.device:
+        """Of the learner."""
+        return self.learner.device

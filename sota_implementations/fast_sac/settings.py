@@ -1,0 +1,213 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The configuration as frozen dataclasses that refuse nonsense. Defaults live in ``config/`` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from parsing import parse, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings:
+    """Which environment, and how many streams of it."""
+
+    task: str
+    """EnvPool's, Gymnasium's or DMC's id; for ``backend=factory`` a ``module:function``."""
+    backend: Literal["auto", "envpool", "gym", "dm_control", "factory"]
+    num_envs: int
+    num_threads: int | None
+    """EnvPool's threads; None is one per stream, at most the usable cores."""
+    thread_affinity_offset: int | None
+    max_episode_steps: int | None
+    workers: Literal["serial", "parallel"]
+    """Of other backends than EnvPool: all streams in this process, or one process each."""
+    options: dict[str, Any] | None
+    """Further options of the task; for a factory its keyword arguments."""
+    actor_keys: list[str] | None
+    """Observations of the actor; None takes ``state`` where the task is asymmetric, else ``observation``."""
+    critic_keys: list[str] | None
+    """Observations of the critics; None takes ``privileged_state`` where the task is asymmetric."""
+
+    def __post_init__(self) -> None:
+        require(self.num_envs >= 1, "env.num_envs", ">= 1", self.num_envs)
+        require(self.num_threads is None or self.num_threads >= 1, "env.num_threads", ">= 1 or null", self.num_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSettings:
+    """How rows are collected, and when learning starts."""
+
+    steps_per_run: int
+    learning_starts: int
+    """Rows below which there is no update."""
+    warm_up_actions: Literal["policy", "uniform"]
+    """Who acts until then: the policy as initialised, or uniform draws from the action box."""
+
+    def __post_init__(self) -> None:
+        require(self.steps_per_run >= 1, "collector.steps_per_run", ">= 1", self.steps_per_run)
+        require(self.learning_starts >= 1, "collector.learning_starts", ">= 1", self.learning_starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """Sizes of the replay."""
+
+    capacity: int
+    """Slots per stream."""
+    final_capacity: int | None
+    """Final observations per stream; None is 1/64 of the slots. On CUDA it cannot grow: short episodes need more."""
+    device: str | None
+    """None is the learner's device."""
+
+    def __post_init__(self) -> None:
+        require(self.capacity >= 2, "replay.capacity", ">= 2", self.capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """Sizes of the networks and the range of returns."""
+
+    actor_hidden: int
+    critic_hidden: int
+    num_critics: int
+    num_atoms: int
+    v_min: float
+    v_max: float
+    init_std: float | None
+    log_std_min: float
+    log_std_max: float
+    normalize: bool
+    """Normalise observations by the statistics of collected rows."""
+    observation_clamp: float | None
+    """Limit of a normalised observation."""
+    pad_to: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """The gradient step."""
+
+    batch_size: int
+    updates_per_step: float
+    """Gradient steps per vector step (``num_envs`` rows)."""
+    n_steps: int
+    gamma: float
+    tau: float
+    policy_frequency: int
+    critic_lr: float
+    actor_lr: float
+    alpha_lr: float
+    betas: list[float]
+    weight_decay: float
+    max_grad_norm: float | None
+    target_reduction: Literal["min", "mean", "own"]
+    policy_reduction: Literal["min", "mean"]
+    alpha_init: float
+    min_alpha: float | None
+    target_entropy_ratio: float
+    autocast: Literal["bf16"] | None
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "learner.batch_size", ">= 1", self.batch_size)
+        require(self.updates_per_step > 0, "learner.updates_per_step", "positive", self.updates_per_step)
+        require(self.n_steps >= 1, "learner.n_steps", ">= 1", self.n_steps)
+        require(0 <= self.gamma <= 1, "learner.gamma", "in [0, 1]", self.gamma)
+        require(len(self.betas) == 2, "learner.betas", "two numbers", self.betas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Evaluation with the deterministic policy in an environment of its own."""
+
+    episodes: int
+    every: int | None
+    """Rows between evaluations; None evaluates at the end only."""
+    max_steps: int
+    """Steps after which an episode that has not ended is counted as it is."""
+    num_threads: int | None
+
+    def __post_init__(self) -> None:
+        require(self.episodes >= 1, "eval.episodes", ">= 1", self.episodes)
+        require(self.every is None or self.every >= 1, "eval.every", ">= 1 or null", self.every)
+        require(self.max_steps >= 1, "eval.max_steps", ">= 1", self.max_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """What is written down, and where."""
+
+    every: int
+    """Rows between two lines of metrics."""
+    print_every: float
+    """Seconds between two printed lines when the output is not a terminal."""
+    backends: list[Literal["csv", "tensorboard"]]
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "log.every", ">= 1", self.every)
+        require(self.print_every > 0, "log.print_every", "positive", self.print_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When ``last.pt`` is written besides the end."""
+
+    every: float | None
+    """Seconds; None writes it at the end only."""
+    replay: bool
+    """Whether it contains the replay."""
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every > 0, "checkpoint.every", "positive or null", self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a run depends on."""
+
+    seed: int
+    device: str
+    torch_threads: int | None
+    total_frames: int | None
+    """Rows to collect, those before a resume included."""
+    time_budget: float | None
+    """Seconds of training, those before a resume included."""
+    resume_from: str | None
+    env: EnvSettings
+    collector: CollectorSettings
+    replay: ReplaySettings
+    networks: NetworkSettings
+    learner: LearnerSettings
+    eval: EvalSettings
+    log: LogSettings
+    checkpoint: CheckpointSettings
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
+        require(
+            self.total_frames is not None or self.time_budget is not None,
+            "total_frames or time_budget",
+            "set",
+            "null for both",
+        )
+        require(self.total_frames is None or self.total_frames >= 1, "total_frames", ">= 1", self.total_frames)
+        require(self.time_budget is None or self.time_budget > 0, "time_budget", "positive", self.time_budget)
+        per_run = self.env.num_envs * self.collector.steps_per_run
+        if self.total_frames is not None and self.total_frames % per_run:
+            below = self.total_frames // per_run * per_run
+            near = f"{below or per_run} or {below + per_run}"
+            require(False, "total_frames", f"a multiple of num_envs * steps_per_run = {per_run} ({near})", below)
+        room = self.replay.capacity * self.env.num_envs
+        require(
+            self.collector.learning_starts <= room,
+            "collector.learning_starts",
+            f"at most replay.capacity * env.num_envs = {room}",
+            self.collector.learning_starts,
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Builds and checks the settings of a resolved Hydra configuration; raises ``ValueError``."""
+        return parse(cls, values)
