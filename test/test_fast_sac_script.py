@@ -78,7 +78,7 @@ def settings_of(script, *overrides):
 
 def train(script, folder, *overrides):
     folder.mkdir(exist_ok=True)
-    assert script.run(settings_of(script, *overrides), folder, title="test", overrides=list(overrides)) == 0
+    assert script.run(script.Run(settings_of(script, *overrides), folder, title="test", overrides=[])) == 0
     return folder
 
 
@@ -345,9 +345,7 @@ class TestBackends:
         """
         (tmp_path / "gym_factory.py").write_text(textwrap.dedent(module))
         monkeypatch.syspath_prepend(str(tmp_path))
-        run = build(
-            "env.backend=factory", "env.task=gym_factory:pendulum", "env.num_envs=2", "env.options={g: 5.0}"
-        )
+        run = build("env.backend=factory", "env.task=gym_factory:pendulum", "env.num_envs=2", "env.options={g: 5.0}")
         run.step()
         assert len(run.state.replay) == 2
 

@@ -159,7 +159,7 @@ class Config:
     next_obs: str = "derive"
     layout_given: bool = True
     final_capacity: int | None = None
-    kind: str = "plain"  # plain, shared, file
+    kind: str = "plain"  # plain, shared, file, cuda
 
 
 @dataclass(frozen=True)
@@ -320,6 +320,8 @@ class Machine:
             final_capacity = config.capacity + 1  # memory of several processes cannot grow: every row may own a final
         if config.kind == "shared":
             kind["shared"] = True
+        if config.kind == "cuda":
+            kind["device"] = "cuda"
         if config.kind == "file":
             self.filename = kind["filename"] = str(self._path("replay"))
         return data.SlotStorage(
@@ -673,7 +675,7 @@ class Machine:
         assert tuple(column.shape[:2]) == (self.config.capacity, self.config.num_streams)
         for (n, step), row in zip(live, rows, strict=True):
             value = column[step % self.config.capacity, n]
-            assert value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == row[key]
+            assert value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes() == row[key]
 
     def _check_samples(self, n_steps: int) -> None:
         reference, buffer = self.reference, self.buffer

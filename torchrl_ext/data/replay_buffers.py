@@ -218,7 +218,7 @@ class SlotReplayBuffer(ReplayBuffer):
                 if is_tensor_collection(data) and isinstance(value, torch.Tensor) and value.shape[:1] == data.shape[:1]:
                     data.set(key, value)
             return data, info
-        with self._replay_lock, self._write_lock, self._storage._lock:
+        with self._replay_lock, self._write_lock, self._storage._lock, self._storage._order:
             data, info = self._consistent_sample(batch_size)
         if self._pin_memory and data.device is not None and data.device.type == "cpu" and torch.cuda.is_available():
             data = data.pin_memory()

@@ -22,6 +22,7 @@ from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, sav
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun, check_run
 from torchrl_ext.data.sizing import block_bytes, default_final_capacity, default_hole_capacity
+from torchrl_ext.data.streams import stream_order
 
 __all__ = ["SlotHandle", "SlotStorage"]
 
@@ -173,6 +174,7 @@ class SlotStorage(TensorStorage):
         self._next_obs, self._next_keys = next_obs or "derive", next_keys
         self._block: SlotBlock | None = None
         self._lock = threading.RLock()
+        self._order = stream_order(device)
         self._content_revision = 0
         if layout is not None:
             self._allocate(layout)
@@ -354,9 +356,10 @@ class SlotStorage(TensorStorage):
                 run = check_run(layout, run, where="extend_batch", extra=self.extra, num_streams=width)
             if self._block is None:
                 self._allocate(layout)
-            if self._block.on_device:
-                return write_run_on_device(self._block, run, columns)
-            return io.write_run(self, run, columns)
+            with self._order:
+                if self._block.on_device:
+                    return write_run_on_device(self._block, run, columns)
+                return io.write_run(self, run, columns)
 
     def _infer_layout(self, run: TensorDictBase | PackedRun) -> RowLayout:
         if isinstance(run, PackedRun):
@@ -387,7 +390,7 @@ class SlotStorage(TensorStorage):
         """
         if self._block is None:
             return
-        with self._lock:
+        with self._lock, self._order:
             cut = cut_streams_on_device if self._block.on_device else io.cut_streams
             cut(self, io.column_block(streams, self.num_streams))
             self._bump_mutation_revision()
@@ -396,7 +399,7 @@ class SlotStorage(TensorStorage):
         """Drops all rows: head and tail move to the start of the next lap, so that every old handle dies."""
         if self._block is None:
             return
-        with self._lock:
+        with self._lock, self._order:
             for positions in self._block.position_copies():
                 start = pos.next_lap(positions[HEAD], self.capacity)
                 counted = 0 if empty_write_count else positions[HEAD] - positions[UNCOUNTED]
@@ -430,7 +433,8 @@ class SlotStorage(TensorStorage):
         """
         if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(i, str) for i in index)):
             return self.block.layout.leaves(self.block.ring, [self._field(index)])[unravel_key(index)]
-        return io.read(self, index)
+        with self._lock, self._order:
+            return io.read(self, index)
 
     def _field(self, key: NestedKey):
         field = self.block.layout.by_key.get(unravel_key(key))
@@ -572,7 +576,7 @@ class SlotStorage(TensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = self.__dict__.copy()
-            for name in ("_lock", "_storage", "_rng"):
+            for name in ("_lock", "_order", "_storage", "_rng"):
                 state[name] = None
             # Counters of TorchRL's base class that the positions replace; the new process makes its own.
             for name in ("_last_cursor_index_value", "_mutation_revision_value"):
@@ -586,5 +590,6 @@ class SlotStorage(TensorStorage):
         block = state.pop("block__context")
         Storage.__setstate__(self, state)
         self._lock = threading.RLock()
+        self._order = stream_order(self.device)
         self._block = self._storage = None
         io.unpickle_block(self, block)

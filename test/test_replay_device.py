@@ -1,0 +1,198 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The bookkeeping of CUDA storages: masks instead of host decisions, no waiting for the device, fused kernels.
+
+The same code runs on host memory when a block is told to keep its books on the device, so that random programs hold it
+against the reference without a GPU; the tests marked ``gpu`` repeat that on CUDA, kernels included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from tensordict import TensorDict
+from test_replay_cases import flat_rows
+from test_replay_model import Config, EndStreams, Run, model, programs, run_program
+
+from torchrl_ext.data import PackedRun, RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler, _fused
+from torchrl_ext.data._block import SlotBlock
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@contextlib.contextmanager
+def books_on_the_device():
+    with mock.patch.object(SlotBlock, "on_device", True), mock.patch.object(SlotStorage, "_grows", False):
+        yield
+
+
+def run_on(device: str, config: Config, ops: list) -> None:
+    if device == "cuda":
+        run_program(replace(config, kind="cuda"), ops)
+    else:
+        with books_on_the_device():
+            run_program(replace(config, kind="plain", final_capacity=config.capacity + 1), ops)
+
+
+class TestAnyProgramOnTheDevicePath:
+    """Contract: what is written, sampled and remembered does not depend on who keeps the books."""
+
+    @model
+    @given(program=programs())
+    def test_masks_agree_with_the_reference_on_any_program(self, program):
+        config, ops = program
+        run_on("host memory", config, ops)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.timeout(300)
+    @model
+    @given(program=programs())
+    def test_cuda_agrees_with_the_reference_on_any_program(self, program):
+        config, ops = program
+        run_on("cuda", config, ops)
+
+    @pytest.mark.parametrize("device", ["host memory", pytest.param("cuda", marks=gpu)])
+    @pytest.mark.parametrize("form", ["bare", "packed_bare"])
+    def test_cut_before_the_successor_is_known_leaves_a_hole(self, device, form):
+        ops = [Run(form, ("-..", "-..")), EndStreams(0, 2), Run("td", ("/..", "/T."))]
+        run_on(device, Config("small", 6, 2), ops)
+
+
+def filled(device: str, num_streams: int = 64, *, capacity: int = 32, seed: int = 0) -> SlotReplayBuffer:
+    """Streams at different steps, with ends of every kind, over more than a lap."""
+    generator = torch.Generator().manual_seed(seed)
+    storage = SlotStorage(capacity, num_streams, device=device, final_capacity=capacity + 1)
+    buffer = SlotReplayBuffer(storage=storage, sampler=TransitionSampler(3, 0.9), batch_size=4096)
+    first = torch.zeros(num_streams)
+    for turn in range(12):
+        width = num_streams if turn % 3 else num_streams // 2
+        steps = 5
+        t = first[:width] + torch.arange(steps).unsqueeze(-1)
+        first[:width] += steps
+        observation = (1000 * torch.arange(width) + t).unsqueeze(-1)
+        ended = torch.rand(steps, width, 1, generator=generator) < 0.15
+        terminated = ended & (torch.rand(steps, width, 1, generator=generator) < 0.5)
+        run = TensorDict(
+            {
+                "observation": observation,
+                "next": {
+                    "observation": torch.where(ended, -observation, observation + 1),
+                    "reward": torch.rand(steps, width, 1, generator=generator),
+                    "done": ended,
+                    "terminated": terminated,
+                    "truncated": ended & ~terminated,
+                },
+            },
+            [steps, width],
+        )
+        if turn % 2:
+            run = RowLayout.from_tensordict(run).pack(run)
+        buffer.extend_batch(run, streams=slice(0, width))
+    return buffer
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestCuda:
+    """Contract: on CUDA nothing waits for the device, kernels give the numbers of the torch operations, and streams
+    are ordered."""
+
+    @pytest.mark.parametrize("n_steps", [1, 3])
+    def test_kernels_give_the_numbers_of_the_torch_operations(self, n_steps):
+        buffer = filled("cuda")
+        buffer.sampler.n_steps = n_steps
+        made = []
+        for usable in (True, False):
+            with mock.patch.object(_fused, "available", lambda block, usable=usable: usable):
+                buffer.set_rng(torch.Generator("cuda").manual_seed(3))
+                made.append(buffer.sample())
+        fused, plain = made
+        for key in plain.keys(True, True):
+            if key == ("next", "reward"):
+                # A fused multiply-add rounds once where the torch operations round twice.
+                torch.testing.assert_close(fused[key], plain[key], rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(fused[key], plain[key]), key
+
+    def test_kernel_writes_give_the_bytes_of_the_torch_operations(self):
+        kernels = filled("cuda").storage.state_dict()
+        with mock.patch.object(_fused, "available", lambda block: False):
+            plain = filled("cuda").storage.state_dict()
+        host = filled("cpu").storage.state_dict()
+        for name in ("positions", "ring", "final_step"):
+            assert torch.equal(kernels[name], plain[name]), name
+            assert torch.equal(kernels[name], host[name]), name
+
+    @pytest.mark.parametrize("n_steps", [1, 3])
+    def test_writing_and_sampling_do_not_synchronise(self, n_steps):
+        buffer = filled("cuda")
+        buffer.sampler.n_steps = n_steps
+        layout = buffer.storage.layout
+        rows = torch.zeros(5, 64, layout.row_bytes, dtype=torch.uint8, device="cuda")
+        rows.view(torch.int32)[..., layout.final_offset // 4] = -1
+        finals = torch.zeros(2, layout.successor_bytes, dtype=torch.uint8, device="cuda")
+        run = PackedRun(layout, rows, torch.tensor([7, 70]), finals)
+        buffer.storage.block.room = 20
+        buffer.extend_batch(run)
+        buffer.sample()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            buffer.extend_batch(run)
+            buffer.sample()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_sampling_works_inside_a_cuda_graph(self):
+        buffer = filled("cuda")
+        buffer.sample()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sample = buffer.sample()
+        seen = set()
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert bool((buffer.storage.generation_of(sample["index"]) == sample["index_generation"]).all())
+            seen.add(str(flat_rows(sample[:8])))
+        assert len(seen) == 3, "each replay must draw anew"
+
+    def test_writer_on_another_stream_waits_for_a_queued_sample(self):
+        buffer = filled("cuda", 4)
+        before = buffer.storage["observation"].clone()
+        side = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # stands for gradient kernels queued before the sample
+        sample = buffer.sample()
+        with torch.cuda.stream(side):
+            layout = buffer.storage.layout
+            rows = torch.full((16, 4, layout.row_bytes), 77, dtype=torch.uint8, device="cuda")
+            rows.view(torch.int32)[..., layout.final_offset // 4] = -1
+            buffer.extend_batch(PackedRun(layout, rows))
+        torch.cuda.synchronize()
+        slot, stream = sample["index"].unbind(-1)
+        assert torch.equal(sample["observation"], before[slot, stream])
+
+    def test_cpu_generator_serves_a_cuda_storage(self):
+        buffer = filled("cuda")
+        drawn = []
+        for _ in range(2):
+            buffer.set_rng(torch.Generator().manual_seed(11))
+            drawn.append(buffer.sample()["index"])
+        assert torch.equal(*drawn)
+
+    def test_full_side_table_raises_before_writing(self):
+        storage = SlotStorage(32, 2, device="cuda", final_capacity=3)
+        t = torch.arange(6.0).view(6, 1, 1).expand(6, 2, 1)
+        flag = torch.ones(6, 2, 1, dtype=torch.bool)
+        step = {"observation": t, "next": {"observation": -t - 1, "done": flag, "terminated": flag}}
+        with pytest.raises(RuntimeError, match="final_capacity"):
+            storage.extend_batch(TensorDict(step, [6, 2]))
+        assert len(storage) == 0

@@ -1,0 +1,45 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Order between CUDA streams that use one storage."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+class StreamOrder:
+    """Makes each use of a storage wait, on the device, for the use before it when that was on another stream.
+
+    A lock orders host calls, not the work they enqueue: a reader on its own stream would gather rows while a writer's
+    copy is still running. One stream pays nothing; from the second one on each use records an event, so that a user
+    waits for the last use only and not for what was enqueued after it. Inside a graph capture nothing is waited for:
+    a captured use is ordered by where its graph is launched.
+
+    Enter it with the storage's lock held.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def __enter__(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if current != self._last and not torch.cuda.is_current_stream_capturing():
+            if self._done is not None:
+                current.wait_event(self._done)
+            elif self._last is not None:
+                current.wait_stream(self._last)
+                self._done = torch.cuda.Event()
+            self._last = current
+
+    def __exit__(self, *_: object) -> None:
+        if self._done is not None and not torch.cuda.is_current_stream_capturing():
+            self._done.record(self._last)
+
+
+def stream_order(device: torch.device) -> contextlib.AbstractContextManager:
+    """Returns the order of a storage's device; nothing to do on the host."""
+    return StreamOrder(device) if device.type == "cuda" else contextlib.nullcontext()
