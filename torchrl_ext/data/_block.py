@@ -21,7 +21,8 @@ Kind = Literal["cpu", "pinned", "shared", "file", "cuda"]
 #: Rows of the position table.
 HEAD, RESERVED, TAIL, FINALS, NEWEST, UNCOUNTED, HOLES = range(POSITION_ROWS)
 #: ``UNCOUNTED`` is what to take from a head to get the rows written since the write count was reset.
-#: Values of ``NEWEST``: what is known of the successor of a stream's newest row.
+#: Values of ``NEWEST``: what is known of the successor of a stream's newest row. Where a device keeps the books, a row
+#: that is ``UNKNOWN`` may be cut all the same: its hidden ``final`` tells, and no write has to wait for that.
 UNKNOWN, PENDING, CUT = 0, 1, 2
 
 _WORD = torch.complex128  # 16 bytes, copied bit by bit by index operations
@@ -80,6 +81,8 @@ class SlotBlock:
         if create:
             self.final_step.fill_(-1)
             self.hole_step.fill_(-1)
+            if self.on_device:
+                self.mirror()
 
     def adopt(
         self, layout: RowLayout, geometry: dict, *, kind: Kind, device: torch.device, bytes_: torch.Tensor
@@ -156,6 +159,8 @@ class SlotBlock:
         self.bytes = block
         #: What :func:`torchrl_ext.data.draws.lockstep` found; every write sets it to None.
         self.sampleable: tuple | None = None
+        #: The sizes, on the device, for kernels.
+        self.geometry_tensor: tuple | None = None
         num, finals, holes = self.num_streams, self.final_capacity, self.hole_capacity
         ints = block[: 8 * num * (POSITION_ROWS + finals + holes)].view(torch.int64)
         positions, final_step, hole_step = ints.split([POSITION_ROWS * num, finals * num, holes * num])

@@ -32,6 +32,7 @@ from torchrl_ext.data._slot_io import copy_rows
 from torchrl_ext.data.grouping import rank_in_group
 from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR, next_of
 from torchrl_ext.data.packing import Ends, PackedRun, Run, cuts, differ, pack_successors
+from torchrl_ext.data.positions import newest_state
 
 if TYPE_CHECKING:
     from torchrl_ext.data.storages import SlotHandle, SlotStorage
@@ -62,21 +63,13 @@ def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) 
     copy_rows(block, run, Ends(None, None, None, None if derived or packed else masked), columns, num_steps, first)
     if promoted is not None:
         _promote(block, promoted, columns, first)
-    if packed and fused.available(block):
-        if listed is not None:
-            fused.write_finals(block, listed.numbers, run.finals)
-        fused.commit(block, run, columns, num_steps)
-        host[HEAD, columns] += num_steps
-        host[RESERVED, columns] += num_steps
-        _write_tail(block, run.tail, columns)
-        return SlotHandle(first, num_steps, columns, block.capacity)
     if listed is not None:
         listed.write(block, run.finals)
     elif derived:
         _write_masked(block, run, masked, columns, num_steps)
-    block.positions[[HEAD, RESERVED], columns] += num_steps
-    host[HEAD, columns] += num_steps
-    host[RESERVED, columns] += num_steps
+    block.positions[: RESERVED + 1, columns].add_(num_steps)
+    host[: RESERVED + 1, columns] += num_steps
+    block.sampleable = None
     tail = run.tail if packed else None
     if derived:
         tail = pack_successors(layout, {key: leaf[-1] for key, leaf in run.successors.items()})
@@ -167,10 +160,14 @@ class _Listed:
 
     def __init__(self, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray) -> None:
         self.most = int(rank.max()) + 1
-        self.numbers = np.stack([stream, steps, rank, order])
+        last = np.append(stream[1:] != stream[:-1], True)
+        self.numbers = np.stack([stream, steps, rank, order, last])
 
     def write(self, block: SlotBlock, finals: torch.Tensor) -> None:
-        stream, steps, rank, order = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
+        if fused.available(block):
+            fused.write_finals(block, self.numbers, finals)
+            return
+        stream, steps, rank, order, _ = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
         place = (block.positions[FINALS][stream] + rank) % block.final_capacity
         entry = stream * block.final_capacity + place
         words = finals[:, : block.layout.successor_bytes].to(block.device, non_blocking=True)
@@ -235,17 +232,17 @@ def _ensure_room(
 
 
 def _write_newest(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -> None:
-    known = PENDING if tail is not None or not block.layout.derives else UNKNOWN
-    rows = _newest_rows(block, columns, block.np_positions[HEAD, columns])
-    final = block.final.index_select(0, rows)
-    block.positions[NEWEST, columns] = torch.where(final == FOLLOWED, known, CUT)
-    _write_tail(block, tail, columns)
-
-
-def _write_tail(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -> None:
-    derives = block.layout.derives
-    block.np_positions[NEWEST, columns] = PENDING if tail is not None or not derives else UNKNOWN
-    if tail is not None and derives:
+    host, derives = block.np_positions, block.layout.derives
+    if tail is None and derives:
+        # What no row says is UNKNOWN; nothing to do where that is what the device has already.
+        if (host[NEWEST, columns] != UNKNOWN).any():
+            block.positions[NEWEST, columns] = UNKNOWN
+            host[NEWEST, columns] = UNKNOWN
+        return
+    rows = _newest_rows(block, columns, host[HEAD, columns])
+    block.positions[NEWEST, columns] = torch.where(block.final.index_select(0, rows) == FOLLOWED, PENDING, CUT)
+    host[NEWEST, columns] = PENDING
+    if derives:
         tail = tail[:, : block.layout.successor_bytes].to(block.device, non_blocking=True).contiguous()
         block.successor_words.index_copy_(0, _places(block, columns)[1], tail.view(block.words.dtype))
 
@@ -254,7 +251,7 @@ def cut_streams_on_device(storage: SlotStorage, columns: slice) -> None:
     """Implements :meth:`SlotStorage.end_streams`; waits for the device, because cuts are rare and must not overflow."""
     block = storage.block
     host, heads = block.np_positions, block.np_positions[HEAD, columns]
-    state = block.positions[NEWEST, columns]
+    state = newest_state(block)[columns]
     promoted = state == PENDING
     lost = (state == UNKNOWN) & torch.from_numpy(heads > host[TAIL, columns]).to(block.device)
     low = torch.maximum(block.positions[TAIL], block.positions[HEAD] - block.capacity)[columns]
@@ -274,5 +271,6 @@ def cut_streams_on_device(storage: SlotStorage, columns: slice) -> None:
     block.hole_step[columns].scatter_reduce_(1, place, steps, "amax")
     block.positions[HOLES, columns] += lost
     block.positions[NEWEST, columns] = torch.where(promoted | lost, CUT, state)
-    host[NEWEST, columns] = UNKNOWN
+    host[NEWEST, columns] = CUT
+    block.sampleable = None
     block.cut_unknown = block.cut_unknown or bool(lost.any())

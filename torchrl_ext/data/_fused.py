@@ -10,12 +10,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from torchrl_ext.data._block import PENDING, UNKNOWN, SlotBlock
+from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._gather import Span, powers
-from torchrl_ext.data.packing import PackedRun
 
 _MOST_STREAMS = 16384
 _LANES = 256
+_ROWS = 8
 
 
 @lru_cache(maxsize=1)
@@ -46,61 +46,95 @@ def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:
 
 def sample(
     block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, dict]:
-    """Draws transitions: rows, rows of their successors, last rows and returns (None for one step), small leaves."""
-    kernels, device, num = _kernels(), block.device, block.num_streams
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Draws transitions: packed rows, packed successors and the small leaves."""
+    kernels, device, layout = _kernels(), block.device, block.layout
     drawn_on = device if generator is None else generator.device
-    wide = torch.randint(2**62, (count,), generator=generator, device=drawn_on).to(device, non_blocking=True)
-    ends, low, high = torch.empty(3, num, dtype=torch.int64, device=device)
-    blocks = max(16, 1 << (num - 1).bit_length())
-    kernels.ranges[(1,)](block.positions, ends, low, high, num, block.capacity, BLOCK=blocks, num_warps=8)
-    at, after, last, generation, steps = torch.empty(5, count, dtype=torch.int64, device=device)
+    wide = torch.randint(2**62, (count,), generator=generator, device=drawn_on)
+    if drawn_on != device:
+        wide = wide.to(device, non_blocking=True)
+    geometry = _geometry(block, span)
+    rows32, rows64 = block.rows.view(torch.int32), block.rows.view(torch.int64)
+    found = torch.empty(3, count, dtype=torch.int64, device=device)
+    generation = torch.empty(count, dtype=torch.int64, device=device)
+    steps = torch.empty(count, 1, dtype=torch.int64, device=device)
     index = torch.empty(count, 2, dtype=torch.int64, device=device)
-    total, discount = torch.empty(2, count, dtype=torch.float32, device=device)
-    reach = min(n_steps, block.capacity)
+    discount = torch.empty(count, 1, dtype=torch.float32, device=device)
+    total = discount if n_steps == 1 else torch.empty(count, dtype=torch.float32, device=device)
     kernels.transitions[(-(-count // _LANES),)](
         wide,
         block.positions,
-        ends,
-        low,
-        high,
+        _table(block, geometry, rows32),
+        geometry,
         powers(gamma, n_steps, device),
-        block.rows.view(torch.int32),
-        at,
-        after,
-        last,
+        rows32,
+        found,
         total,
         index,
         generation,
         discount,
         steps,
         count,
-        num,
-        block.capacity,
-        block.final_capacity,
-        block.side_start,
-        block.layout.row_bytes // 4,
-        span.final_offset // 4,
-        0 if span.reward is None else span.reward.offset // 4,
-        SEARCH=num.bit_length(),
-        REACH=reach,
+        SEARCH=block.num_streams.bit_length(),
+        REACH=min(n_steps, block.capacity),
         BLOCK=_LANES,
     )
-    small = {
-        "discount": discount.unsqueeze(-1),
-        "steps_to_next_obs": steps.unsqueeze(-1),
-        "index": index,
-        "index_generation": generation,
-    }
-    return at, after, last if n_steps > 1 else None, total if n_steps > 1 else None, small
+    rows = torch.empty(count, layout.row_bytes, dtype=torch.uint8, device=device)
+    later = torch.empty(count, layout.successor_bytes, dtype=torch.uint8, device=device)
+    words = layout.row_bytes // 8
+    lanes = min(128, 1 << (words - 1).bit_length())
+    kernels.gather[(-(-count // _ROWS),)](
+        rows64,
+        found,
+        rows.view(torch.int64),
+        later.view(torch.int64),
+        count,
+        ROW_WORDS=words,
+        LATER_WORDS=layout.successor_bytes // 8,
+        ROWS=_ROWS,
+        BLOCK=lanes,
+    )
+    if n_steps > 1:
+        _patch(block, span, rows, rows32, found[2], total)
+    small = {"discount": discount, "steps_to_next_obs": steps, "index": index, "index_generation": generation}
+    return rows, later, small
 
 
-def patch(block: SlotBlock, span: Span, rows: torch.Tensor, last: torch.Tensor, total: torch.Tensor) -> None:
-    """Writes returns and last flags into gathered rows ``[B, row_bytes]``."""
+def _geometry(block: SlotBlock, span: Span) -> torch.Tensor:
+    # Numbers that never change go to the kernels through memory: each argument costs a launch about a microsecond.
+    if block.geometry_tensor is None or block.geometry_tensor[0] is not span:
+        reward = 0 if span.reward is None else span.reward.offset // 4
+        numbers = [block.num_streams, block.capacity, block.final_capacity, block.side_start]
+        numbers += [block.layout.row_bytes // 4, span.final_offset // 4, reward]
+        block.geometry_tensor = span, torch.tensor(numbers, dtype=torch.int64, device=block.device)
+    return block.geometry_tensor[1]
+
+
+def _table(block: SlotBlock, geometry: torch.Tensor, rows32: torch.Tensor) -> torch.Tensor:
+    """What ``ranges`` finds; kept until the next write, except inside a graph, which must look again each time."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if block.sampleable is not None and not capturing:
+        return block.sampleable[0]
+    table = torch.empty(3, block.num_streams, dtype=torch.int64, device=block.device)
+    width = max(16, 1 << (block.num_streams - 1).bit_length())
+    _kernels().ranges[(1,)](block.positions, rows32, geometry, table, BLOCK=width, num_warps=8)
+    if not capturing:
+        block.sampleable = (table,)
+    return table
+
+
+def _patch(
+    block: SlotBlock,
+    span: Span,
+    rows: torch.Tensor,
+    rows32: torch.Tensor,
+    last: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
     count, (start, stop) = len(last), span.flag_range
     _kernels().patch[(-(-count // _LANES),)](
         block.rows,
-        block.rows.view(torch.int32),
+        rows32,
         rows,
         rows.view(torch.int32),
         last,
@@ -115,52 +149,27 @@ def patch(block: SlotBlock, span: Span, rows: torch.Tensor, last: torch.Tensor, 
 
 
 def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) -> None:
-    """Stores listed final observations; :func:`commit` makes them count. ``numbers`` is int64 ``[4, M]``."""
-    layout, count = block.layout, numbers.shape[1]
-    numbers = torch.from_numpy(numbers).pin_memory().to(block.device, non_blocking=True)
+    """Stores listed final observations. ``numbers`` is int64 ``[5, M]``, see ``place_finals``."""
+    kernels, layout, count = _kernels(), block.layout, numbers.shape[1]
+    # A few kilobytes of pageable memory: the driver copies them at once, without waiting for the device.
+    numbers = torch.from_numpy(numbers).to(block.device, non_blocking=True)
     finals = finals.to(block.device, non_blocking=True)
-    _kernels().place_finals[(count,)](
+    geometry = _geometry(
+        block, Span.of(layout, ("next", "reward")) if block.geometry_tensor is None else block.geometry_tensor[0]
+    )
+    kernels.place_finals[(count,)](
         numbers,
         finals.view(torch.int64),
         block.positions,
-        _counted(block),
         block.final_step,
         block.rows.view(torch.int64),
         block.rows.view(torch.int32),
+        geometry,
         count,
-        block.num_streams,
-        block.capacity,
-        block.final_capacity,
-        block.side_start,
         finals.shape[-1] // 8,
-        layout.row_bytes // 8,
-        layout.final_offset // 4,
+        ROW_WORDS=layout.row_bytes // 8,
         WORDS=layout.successor_bytes // 8,
         BLOCK=128,
         num_warps=1,
     )
-
-
-def commit(block: SlotBlock, run: PackedRun, columns: slice, num_steps: int) -> None:
-    """Publishes a run whose rows and finals are written."""
-    width = columns.stop - columns.start
-    _kernels().commit[(-(-width // _LANES),)](
-        block.positions,
-        _counted(block),
-        block.rows.view(torch.int32),
-        columns.start,
-        width,
-        block.num_streams,
-        block.capacity,
-        num_steps,
-        UNKNOWN if run.tail is None else PENDING,
-        block.layout.row_bytes // 4,
-        block.layout.final_offset // 4,
-        BLOCK=_LANES,
-    )
-
-
-def _counted(block: SlotBlock) -> torch.Tensor:
-    if getattr(block, "counted", None) is None:
-        block.counted = torch.full((block.num_streams,), -1, dtype=torch.int64, device=block.device)
-    return block.counted
+    kernels.count_finals[(-(-count // _LANES),)](numbers, block.positions, geometry, count, BLOCK=_LANES)

@@ -15,8 +15,13 @@ import triton.language as tl
 
 
 @triton.jit
-def ranges(positions, ends, low_out, high_out, num, capacity, BLOCK: tl.constexpr):
-    """One program: the sampleable range of each stream and the running number of sampleable rows."""
+def ranges(positions, rows32, geometry, table, BLOCK: tl.constexpr):
+    """One program: how many rows can be sampled up to each stream, and the sampleable range of each stream.
+
+    ``table`` int64 ``[3, N]``: running number, first step, end.
+    """
+    num, capacity = tl.load(geometry), tl.load(geometry + 1)
+    row_words, final_word = tl.load(geometry + 4), tl.load(geometry + 5)
     stream = tl.arange(0, BLOCK)
     inside = stream < num
     head = tl.load(positions + stream, mask=inside, other=0)
@@ -24,56 +29,56 @@ def ranges(positions, ends, low_out, high_out, num, capacity, BLOCK: tl.constexp
     tail = tl.load(positions + 2 * num + stream, mask=inside, other=0)
     newest = tl.load(positions + 4 * num + stream, mask=inside, other=0)
     low = tl.maximum(tail, reserved - capacity)
-    high = tl.maximum(low, head - (newest == 0).to(tl.int64))
-    tl.store(low_out + stream, low, mask=inside)
-    tl.store(high_out + stream, high, mask=inside)
-    tl.store(ends + stream, tl.cumsum(tl.where(inside, high - low, 0), 0), mask=inside)
+    filled = inside & (head > tail)
+    row = (head + capacity - 1) % capacity * num + stream
+    final = tl.load(rows32 + row * row_words + final_word, mask=filled, other=-1)
+    unknown = (newest == 0) & (final == -1)
+    high = tl.maximum(low, head - unknown.to(tl.int64))
+    tl.store(table + num + stream, low, mask=inside)
+    tl.store(table + 2 * num + stream, high, mask=inside)
+    tl.store(table + stream, tl.cumsum(tl.where(inside, high - low, 0), 0), mask=inside)
 
 
 @triton.jit
 def transitions(
     wide,
     positions,
-    ends,
-    low,
-    high,
+    table,
+    geometry,
     powers,
     rows32,
-    at_out,
-    after_out,
-    last_out,
+    found,
     total_out,
     index_out,
     generation_out,
     discount_out,
     steps_out,
     count,
-    num,
-    capacity,
-    final_capacity,
-    side_start,
-    row_words,
-    final_word,
-    reward_word,
     SEARCH: tl.constexpr,
     REACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Turns random numbers into rows, follows their returns and finds their successors; one lane a transition."""
+    """Turns random numbers into rows, follows their returns and finds their successors; one lane a transition.
+
+    ``found`` int64 ``[3, B]``: the row, its successor's row, the last row used.
+    """
+    num, capacity = tl.load(geometry), tl.load(geometry + 1)
+    final_capacity, side_start = tl.load(geometry + 2), tl.load(geometry + 3)
+    row_words, final_word, reward_word = tl.load(geometry + 4), tl.load(geometry + 5), tl.load(geometry + 6)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < count
-    ordinal = tl.load(wide + lane, mask=inside, other=0) % tl.load(ends + num - 1)
+    ordinal = tl.load(wide + lane, mask=inside, other=0) % tl.load(table + num - 1)
     first = tl.zeros([BLOCK], dtype=tl.int64)
     last = first + num
-    for _ in range(SEARCH):
+    for _ in tl.static_range(SEARCH):
         middle = (first + last) // 2
-        beyond = tl.load(ends + middle, mask=middle < num, other=9223372036854775807) <= ordinal
+        beyond = tl.load(table + middle, mask=middle < num, other=9223372036854775807) <= ordinal
         first = tl.where(beyond, middle + 1, first)
         last = tl.where(beyond, last, middle)
     stream = tl.minimum(first, num - 1)
-    before = tl.load(ends + stream - 1, mask=stream > 0, other=0)
-    step = tl.load(low + stream) + ordinal - before
-    top = tl.load(high + stream)
+    before = tl.load(table + stream - 1, mask=stream > 0, other=0)
+    step = tl.load(table + num + stream) + ordinal - before
+    top = tl.load(table + 2 * num + stream)
     slot = step % capacity
     at = slot * num + stream
     final = tl.load(rows32 + at * row_words + final_word, mask=inside, other=0)
@@ -92,20 +97,49 @@ def transitions(
             last_at = tl.where(alive, later, last_at)
             used += alive.to(tl.int64)
         tl.store(total_out + lane, total, mask=inside)
-        tl.store(last_out + lane, last_at, mask=inside)
+        tl.store(found + 2 * count + lane, last_at, mask=inside)
     side = side_start + stream * final_capacity
     place = tl.load(positions + 3 * num + stream) % final_capacity
     pending = (step + used + 1 >= top) & (tl.load(positions + 4 * num + stream) == 1)
     following = (step + used + 1) % capacity * num + stream
     following = tl.where(pending, side + place, following)
     after = tl.where(final >= 0, side + final, tl.where(final == -1, following, last_at))
-    tl.store(at_out + lane, at, mask=inside)
-    tl.store(after_out + lane, after, mask=inside)
+    tl.store(found + lane, at, mask=inside)
+    tl.store(found + count + lane, after, mask=inside)
     tl.store(index_out + 2 * lane, slot, mask=inside)
     tl.store(index_out + 2 * lane + 1, stream, mask=inside)
     tl.store(generation_out + lane, step // capacity, mask=inside)
     tl.store(steps_out + lane, used + 1, mask=inside)
     tl.store(discount_out + lane, tl.load(powers + used + 1), mask=inside)
+
+
+@triton.jit
+def gather(
+    rows64,
+    found,
+    rows_out,
+    later_out,
+    count,
+    ROW_WORDS: tl.constexpr,
+    LATER_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies rows and the successor prefixes of other rows, ``ROWS`` of each a program, in int64 words."""
+    lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = lane < count
+    lane = lane.to(tl.int64)
+    at = tl.load(found + lane, mask=inside, other=0)
+    after = tl.load(found + count + lane, mask=inside, other=0)
+    for start in tl.static_range(0, ROW_WORDS, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (word < ROW_WORDS)[None, :]
+        value = tl.load(rows64 + at[:, None] * ROW_WORDS + word[None, :], mask=mask)
+        tl.store(rows_out + lane[:, None] * ROW_WORDS + word[None, :], value, mask=mask)
+        if start < LATER_WORDS:
+            mask = inside[:, None] & (word < LATER_WORDS)[None, :]
+            value = tl.load(rows64 + after[:, None] * ROW_WORDS + word[None, :], mask=mask)
+            tl.store(later_out + lane[:, None] * LATER_WORDS + word[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -139,70 +173,48 @@ def place_finals(
     numbers,
     finals,
     positions,
-    counted,
     final_step,
     rows64,
     rows32,
+    geometry,
     count,
-    num,
-    capacity,
-    final_capacity,
-    side_start,
     finals_words,
-    row_words,
-    final_word,
+    ROW_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program stores one listed final observation; ``counted`` takes the new counts, applied by ``commit``.
+    """One program stores one listed final observation; ``count_finals`` makes them count.
 
-    ``numbers`` int64 ``[4, M]``: stream, step, rank in its stream, row of ``finals``.
+    ``numbers`` int64 ``[5, M]``: stream, step, rank in its stream, row of ``finals``, whether the last of its stream.
     """
+    num, capacity = tl.load(geometry), tl.load(geometry + 1)
+    final_capacity, side_start = tl.load(geometry + 2), tl.load(geometry + 3)
+    row_words, final_word = tl.load(geometry + 4), tl.load(geometry + 5)
     entry = tl.program_id(0)
     stream = tl.load(numbers + entry)
     step = tl.load(numbers + count + entry)
     rank = tl.load(numbers + 2 * count + entry)
     source = tl.load(numbers + 3 * count + entry)
-    sequence = tl.load(positions + 3 * num + stream) + rank
-    place = sequence % final_capacity
+    place = (tl.load(positions + 3 * num + stream) + rank) % final_capacity
     target = side_start + stream * final_capacity + place
     for start in tl.static_range(0, WORDS, BLOCK):
         word = start + tl.arange(0, BLOCK)
         inside = word < WORDS
         value = tl.load(finals + source * finals_words + word, mask=inside)
-        tl.store(rows64 + target * row_words + word, value, mask=inside)
+        tl.store(rows64 + target * ROW_WORDS + word, value, mask=inside)
     row = step % capacity * num + stream
-    tl.store(rows32 + row * row_words * 2 + final_word, place.to(tl.int32))
+    tl.store(rows32 + row * row_words + final_word, place.to(tl.int32))
     tl.store(final_step + stream * final_capacity + place, step)
-    # Finals of one stream may be stored in any order: their steps and sequences only grow, so the largest wins.
-    tl.atomic_max(counted + stream, sequence + 1)
 
 
 @triton.jit
-def commit(
-    positions,
-    counted,
-    rows32,
-    first,
-    width,
-    num,
-    capacity,
-    added,
-    known,
-    row_words,
-    final_word,
-    BLOCK: tl.constexpr,
-):
-    """Moves the heads of a column block and notes what is known of the newest rows' successors."""
-    stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = stream < width
-    stream = first + stream
-    head = tl.load(positions + stream, mask=inside, other=0) + added
-    row = (head - 1) % capacity * num + stream
-    final = tl.load(rows32 + row * row_words + final_word, mask=inside, other=0)
-    tl.store(positions + stream, head, mask=inside)
-    tl.store(positions + num + stream, head, mask=inside)
-    tl.store(positions + 4 * num + stream, tl.where(final == -1, known, 2).to(tl.int64), mask=inside)
-    sequence = tl.load(counted + stream, mask=inside, other=-1)
-    tl.store(positions + 3 * num + stream, sequence, mask=inside & (sequence >= 0))
-    tl.store(counted + stream, tl.full([BLOCK], -1, tl.int64), mask=inside)
+def count_finals(numbers, positions, geometry, count, BLOCK: tl.constexpr):
+    """Adds the finals of a run to the counts of their streams, once all of them are placed."""
+    num = tl.load(geometry)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < count
+    stream = tl.load(numbers + entry, mask=inside, other=0)
+    added = tl.load(numbers + 2 * count + entry, mask=inside, other=0) + 1
+    last = tl.load(numbers + 4 * count + entry, mask=inside, other=0) != 0
+    counted = positions + 3 * num + stream
+    tl.store(counted, tl.load(counted, mask=inside, other=0) + added, mask=inside & last)

@@ -85,11 +85,7 @@ def assemble_fused(
     span = _span(block.layout, reward_key, n_steps)
     if not fused.can_sample(block, span, n_steps):
         return None
-    at, after, last, total, small = fused.sample(block, span, count, n_steps, gamma, generator)
-    rows = _gather(block, block.words, at, pool)
-    later = _gather(block, block.successor_words, after, pool)
-    if last is not None:
-        fused.patch(block, span, rows, last, total)
+    rows, later, small = fused.sample(block, span, count, n_steps, gamma, generator)
     return _finish(block.layout, rows, later, small, contiguous=contiguous, device=device, pool=pool)
 
 

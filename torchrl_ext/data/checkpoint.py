@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from torchrl_ext.data._block import HEAD, RESERVED, TAIL, SlotBlock
+from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, SlotBlock
 from torchrl_ext.data.layout import RowLayout
+from torchrl_ext.data.positions import newest_state
 from torchrl_ext.data.sizing import POSITION_ROWS
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ def save_state(block: SlotBlock | None) -> dict[str, Any]:
     if block.on_device and block.device.type == "cuda":
         torch.cuda.synchronize(block.device)  # writes from other streams must have landed
     used = block.used_slots()
+    positions = block.positions.clone()
+    positions[NEWEST] = newest_state(block)
     tensors = {
-        "positions": block.positions,
+        "positions": positions,
         "final_step": block.final_step,
         "hole_step": block.hole_step,
         "ring": block.ring[:used],

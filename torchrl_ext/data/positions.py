@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNKNOWN, SlotBlock
+from torchrl_ext.data._block import CUT, HEAD, NEWEST, RESERVED, TAIL, UNKNOWN, SlotBlock
+from torchrl_ext.data.layout import FOLLOWED
 
 
 def live_range(block: SlotBlock) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,8 +20,19 @@ def live_range(block: SlotBlock) -> tuple[torch.Tensor, torch.Tensor]:
 def sampleable_range(block: SlotBlock) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the steps ``low <= step < high`` whose successor is known, holes not taken out."""
     low, head = live_range(block)
-    high = head - (block.positions[NEWEST] == UNKNOWN).long() if block.layout.derives else head
+    high = head - (newest_state(block) == UNKNOWN).long() if block.layout.derives else head
     return low, torch.maximum(low, high)
+
+
+def newest_state(block: SlotBlock) -> torch.Tensor:
+    """Returns ``NEWEST`` of each stream, int64 ``[N]``, with cut rows told apart from unknown ones."""
+    positions = block.positions
+    if not block.on_device:
+        return positions[NEWEST]
+    slot = (positions[HEAD] - 1).remainder(block.capacity)
+    rows = slot * block.num_streams + torch.arange(block.num_streams, device=block.device)
+    cut = (positions[HEAD] > positions[TAIL]) & (block.final[rows] != FOLLOWED)
+    return torch.where((positions[NEWEST] == UNKNOWN) & cut, CUT, positions[NEWEST])
 
 
 def live_holes(block: SlotBlock, low: torch.Tensor) -> torch.Tensor:
