@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -64,7 +65,11 @@ def _ingest(device: torch.device, preset: ReplaySizes, *, ended: bool) -> Compar
 
     def copy(source: Source) -> None:
         start = next(positions)
-        ring[start : start + block_bytes].copy_(source.block)
+        if device.type == "cpu":
+            # The C library's memcpy: torch's copy of bytes is a quarter slower.
+            ctypes.memmove(ring.data_ptr() + start, source.block.data_ptr(), block_bytes)
+        else:
+            ring[start : start + block_bytes].copy_(source.block)
 
     peer, missing = _peer(lambda: _peer_ingest(preset, device, with_finals=ended))
     ours = Candidate(lambda source: buffer.extend_batch(source.packed), lambda: next(sources))

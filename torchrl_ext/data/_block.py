@@ -159,8 +159,10 @@ class SlotBlock:
         self.bytes = block
         #: What :func:`torchrl_ext.data.draws.lockstep` found; every write sets it to None.
         self.sampleable: tuple | None = None
-        #: The sizes, on the device, for kernels.
-        self.geometry_tensor: tuple | None = None
+        #: For kernels: the sizes, the table of sampleable ranges, and captured draws.
+        self.geometry_tensors: dict[int, torch.Tensor] = {}
+        self.table: torch.Tensor | None = None
+        self.graphs: dict = {}
         num, finals, holes = self.num_streams, self.final_capacity, self.hole_capacity
         ints = block[: 8 * num * (POSITION_ROWS + finals + holes)].view(torch.int64)
         positions, final_step, hole_step = ints.split([POSITION_ROWS * num, finals * num, holes * num])

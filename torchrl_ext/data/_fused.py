@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchrl_ext.data._gather import Span, powers
 _MOST_STREAMS = 16384
 _LANES = 256
 _ROWS = 8
+_MOST_GRAPHS = 4
 
 
 @lru_cache(maxsize=1)
@@ -47,80 +49,187 @@ def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:
 def sample(
     block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Draws transitions: packed rows, packed successors and the small leaves."""
-    kernels, device, layout = _kernels(), block.device, block.layout
-    drawn_on = device if generator is None else generator.device
-    wide = torch.randint(2**62, (count,), generator=generator, device=drawn_on)
-    if drawn_on != device:
-        wide = wide.to(device, non_blocking=True)
+    """Draws transitions: packed rows, packed successors and the small leaves.
+
+    With torch's default generator the launches are replayed as one CUDA graph, which costs the host a tenth.
+    """
+    if generator is None and not torch.cuda.is_current_stream_capturing():
+        graph = _graph_of(block, span, count, n_steps, gamma)
+        if graph is not None:
+            return graph.replay().leaves()
+    out = _Outputs.allocate(block, count)
+    if generator is None:
+        out.wide.random_(0, 2**62)
+    else:
+        out.wide.copy_(torch.randint(2**62, (count,), generator=generator, device=generator.device), non_blocking=True)
+    _launch(block, span, out, n_steps, gamma)
+    return out.leaves()
+
+
+class _Outputs:
+    """Everything a draw writes, carved from one allocation; only what :meth:`leaves` returns outlives it."""
+
+    def __init__(self, raw: torch.Tensor, row_bytes: int, successor_bytes: int, count: int) -> None:
+        self.count = count
+        byte, wide, single = torch.uint8, torch.int64, torch.float32
+        parts = [("rows", row_bytes, byte, (row_bytes,)), ("later", successor_bytes, byte, (successor_bytes,))]
+        parts += [("index", 16, wide, (2,)), ("generation", 8, wide, ()), ("steps", 8, wide, (1,))]
+        parts += [
+            ("wide", 8, wide, ()),
+            ("found", 24, wide, None),
+            ("discount", 4, single, (1,)),
+            ("total", 4, single, ()),
+        ]
+        offset = 0
+        for name, size, dtype, shape in parts:
+            part = raw.narrow(0, offset, size * count).view(dtype)
+            setattr(self, name, part.view(3, count) if shape is None else part.view(count, *shape))
+            offset += size * count + -size * count % 16
+
+    @staticmethod
+    def nbytes(block: SlotBlock, count: int) -> int:
+        """Bytes of the allocation, with room to align each part."""
+        return count * (block.layout.row_bytes + block.layout.successor_bytes + 72) + 9 * 16
+
+    @classmethod
+    def allocate(cls, block: SlotBlock, count: int) -> _Outputs:
+        raw = torch.empty(cls.nbytes(block, count), dtype=torch.uint8, device=block.device)
+        return cls(raw, block.layout.row_bytes, block.layout.successor_bytes, count)
+
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        small = {"discount": self.discount, "steps_to_next_obs": self.steps}
+        small.update(index=self.index, index_generation=self.generation)
+        return self.rows, self.later, small
+
+
+class _Memory:
+    """Lends device memory to tensors; its reference count tells whether any of them still lives."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self._raw = raw
+        self.__cuda_array_interface__ = {
+            "shape": (raw.numel(),),
+            "typestr": "|u1",
+            "data": (raw.data_ptr(), False),
+            "version": 2,
+        }
+
+
+class _SampleGraph:
+    """One captured draw and the memory it writes, reused once no tensor of its last batch lives."""
+
+    def __init__(self, block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float) -> None:
+        self._block, self._count = block, count
+        self.memory = _Memory(torch.empty(_Outputs.nbytes(block, count), dtype=torch.uint8, device=block.device))
+        # What the graph reads by address must not be freed by a cache.
+        self._powers = powers(gamma, n_steps, block.device)
+        out = self._outputs()
+        _launch(block, span, out, n_steps, gamma)  # compiles, and leaves nothing to do but replay
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            out.wide.random_(0, 2**62)
+            _launch(block, span, out, n_steps, gamma, table=block.sampleable[0])
+
+    def _outputs(self) -> _Outputs:
+        raw = torch.as_tensor(self.memory, device=self._block.device)
+        return _Outputs(raw, self._block.layout.row_bytes, self._block.layout.successor_bytes, self._count)
+
+    @property
+    def free(self) -> bool:
+        # The attribute and the argument of getrefcount; a third reference is a tensor somebody holds.
+        return sys.getrefcount(self.memory) == 2
+
+    def replay(self) -> _Outputs:
+        _refresh(self._block)
+        self._graph.replay()
+        return self._outputs()
+
+
+def _graph_of(block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float) -> _SampleGraph | None:
+    """Returns a free captured draw, capturing one if there are few; None when all are in use."""
+    reward = None if span.reward is None else span.reward.offset
+    graphs = block.graphs.setdefault((reward, count, n_steps, gamma), [])
+    for graph in graphs:
+        if graph.free:
+            return graph
+    if len(graphs) >= _MOST_GRAPHS:
+        return None
+    _refresh(block)
+    graphs.append(_SampleGraph(block, span, count, n_steps, gamma))
+    return graphs[-1]
+
+
+def _launch(
+    block: SlotBlock, span: Span, out: _Outputs, n_steps: int, gamma: float, table: torch.Tensor | None = None
+) -> None:
+    kernels, layout, count = _kernels(), block.layout, out.count
     geometry = _geometry(block, span)
     rows32, rows64 = block.rows.view(torch.int32), block.rows.view(torch.int64)
-    found = torch.empty(3, count, dtype=torch.int64, device=device)
-    generation = torch.empty(count, dtype=torch.int64, device=device)
-    steps = torch.empty(count, 1, dtype=torch.int64, device=device)
-    index = torch.empty(count, 2, dtype=torch.int64, device=device)
-    discount = torch.empty(count, 1, dtype=torch.float32, device=device)
-    total = discount if n_steps == 1 else torch.empty(count, dtype=torch.float32, device=device)
     kernels.transitions[(-(-count // _LANES),)](
-        wide,
+        out.wide,
         block.positions,
-        _table(block, geometry, rows32),
+        _table(block, geometry) if table is None else table,
         geometry,
-        powers(gamma, n_steps, device),
+        powers(gamma, n_steps, block.device),
         rows32,
-        found,
-        total,
-        index,
-        generation,
-        discount,
-        steps,
+        out.found,
+        out.total,
+        out.index,
+        out.generation,
+        out.discount,
+        out.steps,
         count,
         SEARCH=block.num_streams.bit_length(),
         REACH=min(n_steps, block.capacity),
         BLOCK=_LANES,
     )
-    rows = torch.empty(count, layout.row_bytes, dtype=torch.uint8, device=device)
-    later = torch.empty(count, layout.successor_bytes, dtype=torch.uint8, device=device)
     words = layout.row_bytes // 8
-    lanes = min(128, 1 << (words - 1).bit_length())
     kernels.gather[(-(-count // _ROWS),)](
         rows64,
-        found,
-        rows.view(torch.int64),
-        later.view(torch.int64),
+        out.found,
+        out.rows.view(torch.int64),
+        out.later.view(torch.int64),
         count,
         ROW_WORDS=words,
         LATER_WORDS=layout.successor_bytes // 8,
         ROWS=_ROWS,
-        BLOCK=lanes,
+        BLOCK=min(128, 1 << (words - 1).bit_length()),
     )
     if n_steps > 1:
-        _patch(block, span, rows, rows32, found[2], total)
-    small = {"discount": discount, "steps_to_next_obs": steps, "index": index, "index_generation": generation}
-    return rows, later, small
+        _patch(block, span, out.rows, rows32, out.found[2], out.total)
 
 
-def _geometry(block: SlotBlock, span: Span) -> torch.Tensor:
+def _geometry(block: SlotBlock, span: Span | None) -> torch.Tensor:
     # Numbers that never change go to the kernels through memory: each argument costs a launch about a microsecond.
-    if block.geometry_tensor is None or block.geometry_tensor[0] is not span:
-        reward = 0 if span.reward is None else span.reward.offset // 4
+    reward = 0 if span is None or span.reward is None else span.reward.offset // 4
+    found = block.geometry_tensors.get(reward)
+    if found is None:
         numbers = [block.num_streams, block.capacity, block.final_capacity, block.side_start]
-        numbers += [block.layout.row_bytes // 4, span.final_offset // 4, reward]
-        block.geometry_tensor = span, torch.tensor(numbers, dtype=torch.int64, device=block.device)
-    return block.geometry_tensor[1]
+        numbers += [block.layout.row_bytes // 4, block.layout.final_offset // 4, reward]
+        # Captured draws keep reading it, so it lives as long as the block.
+        found = block.geometry_tensors[reward] = torch.tensor(numbers, dtype=torch.int64, device=block.device)
+    return found
 
 
-def _table(block: SlotBlock, geometry: torch.Tensor, rows32: torch.Tensor) -> torch.Tensor:
+def _table(block: SlotBlock, geometry: torch.Tensor) -> torch.Tensor:
     """What ``ranges`` finds; kept until the next write, except inside a graph, which must look again each time."""
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    capturing = block.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if block.sampleable is not None and not capturing:
         return block.sampleable[0]
-    table = torch.empty(3, block.num_streams, dtype=torch.int64, device=block.device)
+    table = block.table
+    if table is None or capturing:
+        table = torch.empty(3, block.num_streams, dtype=torch.int64, device=block.device)
     width = max(16, 1 << (block.num_streams - 1).bit_length())
+    rows32 = block.rows.view(torch.int32)
     _kernels().ranges[(1,)](block.positions, rows32, geometry, table, BLOCK=width, num_warps=8)
     if not capturing:
-        block.sampleable = (table,)
+        block.sampleable, block.table = (table,), table
     return table
+
+
+def _refresh(block: SlotBlock) -> None:
+    if block.sampleable is None:
+        _table(block, _geometry(block, None))
 
 
 def _patch(
