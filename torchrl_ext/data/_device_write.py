@@ -30,18 +30,17 @@ from torchrl_ext.data._block import (
 )
 from torchrl_ext.data._slot_io import copy_rows
 from torchrl_ext.data.grouping import rank_in_group
+from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR, next_of
 from torchrl_ext.data.packing import Ends, PackedRun, Run, cuts, differ, pack_successors
 from torchrl_ext.data.positions import newest_state
 
 if TYPE_CHECKING:
-    from torchrl_ext.data.storages import SlotHandle, SlotStorage
+    from torchrl_ext.data.storages import SlotStorage
 
 
 def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) -> SlotHandle:
     """Writes a checked run; the same outcome as :func:`torchrl_ext.data._slot_io.write_run`."""
-    from torchrl_ext.data.storages import SlotHandle
-
     layout, host = block.layout, block.np_positions
     packed = isinstance(run, PackedRun)
     num_steps = run.rows.shape[0] if packed else run.num_steps

@@ -21,11 +21,12 @@ from torchrl_ext.data.final_obs import (
     promote,
     write_finals,
 )
+from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import HOLE, RowLayout
 from torchrl_ext.data.packing import Ends, PackedRun, Run, find_ends, write_marks, write_rows
 
 if TYPE_CHECKING:
-    from torchrl_ext.data.storages import SlotHandle, SlotStorage
+    from torchrl_ext.data.storages import SlotStorage
 
 
 def column_block(streams: slice | None, num_streams: int) -> slice:
@@ -50,23 +51,24 @@ def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
             f"({list(layout.by_key)}), got {run.layout.digest[:12]} ({list(run.layout.by_key)}). Nothing was written."
         )
     rows, finals, at, tail = run.rows, run.finals, run.final_rows, run.tail
-    if rows.dtype != torch.uint8 or rows.dim() != 3 or rows.shape[0] < 1 or rows.shape[1:] != (width, layout.row_bytes):
+    shape = rows.shape
+    if rows.dtype != torch.uint8 or len(shape) != 3 or shape[0] < 1 or shape[1:] != (width, layout.row_bytes):
         raise ValueError(
             f"extend_batch: packed rows must be uint8 [K, {width}, {layout.row_bytes}] with K >= 1, got {rows.dtype} "
-            f"{list(rows.shape)}. Nothing was written."
+            f"{list(shape)}. Nothing was written."
         )
-    count = 0 if at is None else len(at)
+    count = 0 if at is None else at.shape[0]
     if (finals is None) != (at is None) or (finals is not None and finals.shape[0] != count):
         raise ValueError(
             f"extend_batch: finals and final_rows must have the same length, got "
             f"{'None' if finals is None else len(finals)} and {count}. Nothing was written."
         )
     if count:
-        numbers = at.numpy()
-        if numbers[0] < 0 or numbers[-1] >= rows.shape[0] * width or (numbers[1:] <= numbers[:-1]).any():
+        numbers, most = at.numpy(), shape[0] * width
+        if numbers[0] < 0 or numbers[-1] >= most or np.count_nonzero(numbers[1:] <= numbers[:-1]):
             raise ValueError(
-                f"extend_batch: final_rows must be ascending numbers below K * N = {rows.shape[0] * width}, got from "
-                f"{numbers.min()} to {numbers.max()}. Nothing was written."
+                f"extend_batch: final_rows must be ascending numbers below K * N = {most}, got from {numbers.min()} to "
+                f"{numbers.max()}. Nothing was written."
             )
     if tail is not None and (len(tail) != width or tail.shape[-1] < layout.successor_bytes):
         raise ValueError(
@@ -77,8 +79,6 @@ def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
 
 def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> SlotHandle:
     """Writes a checked run. Everything that can fail happens before the first byte is written."""
-    from torchrl_ext.data.storages import SlotHandle
-
     block = storage.block
     packed = isinstance(run, PackedRun)
     num_steps = run.rows.shape[0] if packed else run.num_steps
@@ -89,16 +89,20 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
         block = grow(storage, finals=plan.needed)
     positions = block.np_positions
     block.sampleable = None
-    positions[RESERVED, columns] += num_steps
+    if storage.has_other_writers:
+        # A reader without the lock must know what is being overwritten, and must never pair the new heads with the
+        # old pending successors.
+        positions[RESERVED, columns] += num_steps
+        positions[NEWEST, columns] = UNKNOWN
     copy_rows(block, run, ends, columns, num_steps, first)
     if plan.promoted is not None:
         promote(block, plan.promoted)
     if plan.streams is not None:
         write_finals(block, plan, ends)
-    # A reader without the lock must never pair the new heads with the old pending successors.
-    positions[NEWEST, columns] = UNKNOWN
-    positions[HEAD, columns] += num_steps
-    positions[NEWEST, columns] = newest_state(block, ends, columns, first + num_steps)
+    heads = first + num_steps
+    positions[HEAD, columns] = heads
+    positions[RESERVED, columns] = heads
+    positions[NEWEST, columns] = newest_state(block, ends, columns, heads)
     return SlotHandle(first, num_steps, columns, block.capacity)
 
 

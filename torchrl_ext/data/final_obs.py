@@ -96,8 +96,10 @@ def needed_entries(block: SlotBlock, streams: np.ndarray, sequence: np.ndarray, 
     """
     positions, capacity = block.np_positions, block.final_capacity
     owner = block.np_final_step[streams, (sequence + 1) % capacity]
-    low = np.maximum(positions[TAIL, streams], positions[HEAD, streams] + (num_steps - block.capacity))
-    fits = most + 2 <= capacity and not (owner >= low).any()
+    held = owner >= positions[HEAD, streams] + (num_steps - block.capacity)
+    if np.count_nonzero(held):  # rows before the tail are dead as well, which is rarely what decides
+        held &= owner >= positions[TAIL, streams]
+    fits = most + 2 <= capacity and not np.count_nonzero(held)
     return 0 if fits else capacity + most + 2
 
 

@@ -15,10 +15,11 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data.batch_pool import BatchPool
+from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.packing import PackedRun
 from torchrl_ext.data.positions import snapshot, undisturbed
 from torchrl_ext.data.samplers import TransitionSampler
-from torchrl_ext.data.storages import SlotHandle, SlotStorage
+from torchrl_ext.data.storages import SlotStorage
 from torchrl_ext.data.writers import SlotWriter
 
 __all__ = ["SlotReplayBuffer"]

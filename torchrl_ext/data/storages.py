@@ -11,54 +11,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data import _slot_io as io
 from torchrl_ext.data import positions as pos
 from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNCOUNTED, UNKNOWN, SlotBlock
 from torchrl_ext.data._device_write import cut_streams_on_device, write_run_on_device
+from torchrl_ext.data._stock_view import StockView
 from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, save_state
+from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun, check_run
 from torchrl_ext.data.sizing import block_bytes, default_final_capacity, default_hole_capacity
 from torchrl_ext.data.streams import stream_order
 
-__all__ = ["SlotHandle", "SlotStorage"]
+__all__ = ["SlotStorage"]
 
 
-class SlotHandle:
-    """Names the rows that one :meth:`SlotStorage.extend_batch` wrote, without materialising their indices.
-
-    Attributes:
-        first_step (np.ndarray): int64 ``[n]``, the step of the first row of each stream of the block.
-        num_steps (int): rows written per stream, those that the same call overwrote again included.
-        streams (slice): the columns written.
-    """
-
-    __slots__ = ("_capacity", "first_step", "num_steps", "streams")
-
-    def __init__(self, first_step: np.ndarray, num_steps: int, streams: slice, capacity: int) -> None:
-        self.first_step, self.num_steps, self.streams, self._capacity = first_step, num_steps, streams, capacity
-
-    @property
-    def steps(self) -> torch.Tensor:
-        """int64 ``[K, n]``: the step of each row."""
-        return torch.from_numpy(self.first_step + np.arange(self.num_steps)[:, None])
-
-    @property
-    def index(self) -> torch.Tensor:
-        """int64 ``[K, n, 2]``: (slot, stream) of each row."""
-        slots = self.steps.remainder(self._capacity)
-        return torch.stack([slots, torch.arange(self.streams.start, self.streams.stop).expand_as(slots)], -1)
-
-    @property
-    def generation(self) -> torch.Tensor:
-        """int64 ``[K, n]``: the generation of each row."""
-        return self.steps.div(self._capacity, rounding_mode="floor")
-
-
-class SlotStorage(TensorStorage):
+class SlotStorage(StockView):
     """A ring of ``capacity`` slots for each of ``num_streams`` streams, one packed row per record.
 
     The storage has ``ndim=2`` (slot, stream) and plugs into :class:`torchrl.data.ReplayBuffer` and into
@@ -117,14 +87,6 @@ class SlotStorage(TensorStorage):
     """
 
     _default_checkpointer = SlotStorageCheckpointer
-
-    @property
-    def supports_conditional_update(self) -> bool:
-        """Raises ``RuntimeError``: TorchRL's conditional update passes slots without streams."""
-        raise RuntimeError(
-            "SlotStorage: update_if_present of a stock ReplayBuffer cannot name streams (it passes the first index "
-            "column only); use SlotReplayBuffer. Nothing was written."
-        )
 
     def __init__(
         self,
@@ -441,99 +403,6 @@ class SlotStorage(TensorStorage):
         if field is None:
             raise KeyError(f"SlotStorage: key {key!r} must be one of {list(self.block.layout.by_key)}.")
         return field
-
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Writes as a stock TorchRL writer does (``set_cursor``), or changes the content of rows in place.
-
-        Changing content does not change identity: generations, heads and cuts stay.
-
-        Raises:
-            RuntimeError: when a stock writer's cursor is not where all streams stand, or it keeps generations of its
-                own. Nothing was written; use :class:`~torchrl_ext.data.SlotWriter`.
-        """
-        if isinstance(data, list):
-            raise TypeError("SlotStorage: data must be a TensorDict, got a list. Nothing was written; stack it first.")
-        if set_cursor:
-            io.write_by_cursor(self, cursor, data)
-        else:
-            io.write_content(self, cursor, data)
-            self._bump_mutation_revision()
-
-    # ------------------------------------------------------------------ TorchRL's view of a storage
-
-    def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from torchrl_ext.data.samplers import draw_index
-
-        index = draw_index(self, batch_size, self._rng)
-        return index[:, 0], index[:, 1]
-
-    def _even_length(self, asked: str) -> int:
-        positions = self.block.np_positions
-        low, high = np.maximum(positions[TAIL], positions[RESERVED] - self.capacity), positions[HEAD]
-        if (high != high[0]).any() or (low != low[0]).any():
-            raise RuntimeError(
-                f"SlotStorage: {asked} needs all streams at the same step, got heads from {high.min()} to "
-                f"{high.max()}; use TransitionSampler or SequenceSampler with SlotReplayBuffer. Nothing was changed."
-            )
-        return int(high[0] - low[0])
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[live slots, N]``, for stock samplers; raises ``RuntimeError`` while streams stand at different steps."""
-        return torch.Size([self._even_length("a stock sampler"), self.num_streams])
-
-    @property
-    def _total_shape(self) -> torch.Size:
-        return torch.Size([self.capacity, self.num_streams])
-
-    @property
-    def _len(self) -> int:
-        return len(self)
-
-    @property
-    def _len_along_dim0(self) -> int:
-        return self._even_length("a stock component") if self.initialized else 0
-
-    @property
-    def _last_cursor_index(self) -> int | None:
-        if self._block is None or not len(self):
-            return None
-        self._even_length("a stock sampler")
-        return (int(self._block.np_positions[HEAD, 0]) - 1) % self.capacity
-
-    @property
-    def _mutation_revision(self) -> int:
-        # Changes with every write, in every process, without a counter that writes would have to bump.
-        heads = 0 if self._block is None else int(self._block.np_positions[HEAD].sum())
-        return heads + self._content_revision
-
-    def _bump_mutation_revision(self) -> None:
-        self._content_revision += 1
-
-    @property
-    def _slot_generations(self) -> None:
-        return None
-
-    @_slot_generations.setter
-    def _slot_generations(self, value: torch.Tensor) -> None:
-        raise RuntimeError(
-            "SlotStorage: a stock writer must not keep its own generation table (generations are arithmetic here); "
-            "use SlotWriter."
-        )
-
-    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        return self.capacity
-
-    def contains(self, item: Any) -> torch.Tensor | bool:
-        """Tells which rows live (see :meth:`generation_of`)."""
-        index = torch.as_tensor(item)
-        live = self.generation_of(index) >= 0
-        return live if live.dim() else bool(live)
-
-    def flatten(self) -> TensorStorage:
-        """Returns a copy of the live rows as a one-dimensional stock storage, successors attached."""
-        slots = torch.arange(self._even_length("flatten"), device=self.device)
-        return TensorStorage(self.get(slots).flatten(0, 1))
 
     def __repr__(self) -> str:
         size = f"{self.capacity} slots x {self.num_streams} streams, {len(self)} rows live"
