@@ -1,0 +1,106 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""One storage in several processes: positions are shared, handles mean the same, readers without the lock see no torn
+row."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tensordict import TensorDict
+
+from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+
+STREAMS, CAPACITY, DEADLINE = 4, 16, 60.0
+
+
+def run(first: int, num_steps: int) -> TensorDict:
+    """Every field of a row is its step; every seventh step terminates, and its successor is negative."""
+    t = torch.arange(first, first + num_steps).view(-1, 1, 1).expand(-1, STREAMS, 1).float()
+    done = t % 7 == 6
+    after = torch.where(done, -t, t + 1)
+    wide, wide_after = t.expand(-1, -1, 64), after.expand(-1, -1, 64)
+    step = {"observation": wide_after, "reward": t, "done": done, "terminated": done}
+    return TensorDict({"observation": wide, "next": step}, [num_steps, STREAMS])
+
+
+def write_until_told(storage: SlotStorage, started, stop) -> None:
+    torch.set_num_threads(1)
+    first = 3
+    while not stop.is_set():
+        storage.extend_batch(run(first, 3))
+        first += 3
+        started.set()
+
+
+def write_once(storage: SlotStorage) -> None:
+    storage.extend_batch(run(3, 5))
+
+
+def make_storage(kind: str, folder) -> SlotStorage:
+    layout = RowLayout.from_tensordict(run(0, 1))
+    place = {"shared": True} if kind == "shared" else {"filename": str(folder / "replay")}
+    return SlotStorage(CAPACITY, STREAMS, layout=layout, final_capacity=CAPACITY + 1, **place)
+
+
+@pytest.mark.parametrize("kind", ["shared", "file"])
+class TestTwoProcesses:
+    """Contract: one writer per stream, any number of readers; a reader drops what was reserved while it read."""
+
+    def test_what_another_process_writes_is_seen_with_its_generations(self, kind, tmp_path):
+        storage = make_storage(kind, tmp_path)
+        handle = storage.extend_batch(run(0, 3))
+        process = mp.get_context("spawn").Process(target=write_once, args=(storage,), daemon=True)
+        process.start()
+        process.join(DEADLINE)
+        assert process.exitcode == 0, f"the writer ended with {process.exitcode}"
+        assert storage.head.tolist() == [8] * STREAMS
+        assert storage["observation"][:8, 0, 0].tolist() == [float(i) for i in range(8)]
+        assert torch.equal(storage.generation_of(handle.index), handle.generation)
+
+    def test_reader_without_the_lock_sees_no_torn_row(self, kind, tmp_path):
+        storage = make_storage(kind, tmp_path)
+        storage.extend_batch(run(0, 3))
+        buffer = SlotReplayBuffer(storage=storage, sampler=TransitionSampler(2, 1.0), batch_size=16)
+        context = mp.get_context("spawn")
+        started, stop = context.Event(), context.Event()
+        process = context.Process(target=write_until_told, args=(storage, started, stop), daemon=True)
+        process.start()
+        assert started.wait(DEADLINE), "the writer wrote nothing"
+        end = time.monotonic() + 3.0
+        batches = 0
+        try:
+            while time.monotonic() < end:
+                sample = buffer.sample()
+                t = sample["observation"][:, :1]
+                assert torch.equal(sample["observation"], t.expand(-1, 64)), "fields of two steps in one row"
+                used = sample["steps_to_next_obs"]
+                last = t + used - 1
+                after = torch.where(sample["next", "done"], -last, last + 1)
+                assert torch.equal(sample["next", "observation"], after.expand(-1, 64)), "a successor of another row"
+                assert torch.equal(sample["next", "reward"], used * t + used * (used - 1) / 2), "a return of other rows"
+                batches += 1
+        finally:
+            stop.set()
+            process.join(DEADLINE)
+        assert not process.is_alive(), "the writer did not stop"
+        assert batches > 100, f"only {batches} batches in 3 s"
+        assert int(storage.head[0]) > 10 * CAPACITY, "the writer never lapped the reader"
+
+
+def test_reopened_file_has_the_rows_and_positions(tmp_path):
+    storage = make_storage("file", tmp_path)
+    handle = storage.extend_batch(run(0, 20))
+    again = SlotStorage.open(str(tmp_path / "replay"))
+    assert torch.equal(again["observation"], storage["observation"])
+    assert torch.equal(again.generation_of(handle.index), storage.generation_of(handle.index))
+    again.extend_batch(run(20, 1))
+    assert storage.head.tolist() == [21] * STREAMS, "both map the same file"
+
+
+def test_file_is_readable_by_its_owner_alone(tmp_path):
+    make_storage("file", tmp_path)
+    assert (tmp_path / "replay").stat().st_mode & 0o077 == 0
