@@ -3,8 +3,9 @@
 """Replay over packed rows: storages, writers, samplers and buffers that plug into TorchRL's."""
 
 from torchrl_ext.data.batch_pool import BatchPool
+from torchrl_ext.data.fields import Field
 from torchrl_ext.data.handles import SlotHandle
-from torchrl_ext.data.layout import Field, RowLayout
+from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun
 from torchrl_ext.data.replay_buffers import SlotReplayBuffer
 from torchrl_ext.data.samplers import TransitionSampler

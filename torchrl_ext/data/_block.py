@@ -106,6 +106,7 @@ class SlotBlock:
         return _private_memory(self.nbytes)
 
     def _map_file(self, create: bool) -> torch.Tensor:
+        assert self.filename is not None  # what makes a block of this kind
         size = PAGE + self.nbytes
         if create:
             header = json.dumps({"magic": _MAGIC, **self.geometry()}).encode()
@@ -186,7 +187,6 @@ class SlotBlock:
             self.np_rows = self.rows.numpy()
             self.np_final = self.np_rows.view(np.int32)[:, self.layout.final_offset // 4]
             self.np_successors = self.np_rows[:, : self.layout.successor_bytes]
-
         else:
             self.mirror()
 

@@ -10,10 +10,12 @@ bound of the room left and asks the device only when that bound is used up.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 
 from torchrl_ext.data import _fused as fused
 from torchrl_ext.data._block import (
@@ -28,10 +30,11 @@ from torchrl_ext.data._block import (
     UNKNOWN,
     SlotBlock,
 )
-from torchrl_ext.data._slot_io import copy_rows
+from torchrl_ext.data._slot_write import copy_rows
+from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.grouping import rank_in_group
 from torchrl_ext.data.handles import SlotHandle
-from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR, next_of
+from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR
 from torchrl_ext.data.packing import Ends, PackedRun, Run, cuts, differ, pack_successors
 from torchrl_ext.data.positions import newest_state
 
@@ -40,38 +43,38 @@ if TYPE_CHECKING:
 
 
 def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) -> SlotHandle:
-    """Writes a checked run; the same outcome as :func:`torchrl_ext.data._slot_io.write_run`."""
+    """Writes a checked run; the same outcome as :func:`torchrl_ext.data._slot_write.write_run`."""
     layout, host = block.layout, block.np_positions
-    packed = isinstance(run, PackedRun)
-    num_steps = run.rows.shape[0] if packed else run.num_steps
+    num_steps = run.rows.shape[0] if isinstance(run, PackedRun) else run.num_steps
     first = host[HEAD, columns].copy()
     # With a whole lap or more the newest row dies in this write, and its successor with it.
     may_promote = num_steps < block.capacity and bool((host[NEWEST, columns] == PENDING).any())
     promoted = _unequal_pending(block, run, columns, first) if may_promote else None
-    listed = masked = None
-    if packed:
+    listed = masked = successors = tail = None
+    if isinstance(run, PackedRun):
+        tail = run.tail
         listed = _listed(block, run, columns, first, num_steps)
         most = 0 if listed is None else listed.most
     else:
         masked = cuts(run)
-        most = num_steps if layout.derives and run.successors is not None else 0
+        successors = run.successors if layout.derives else None
+        most = 0 if successors is None else num_steps
     if layout.derives:
         _ensure_room(block, min(most, block.capacity) + may_promote, columns, num_steps, promoted, masked)
-    derived = layout.derives and not packed and run.successors is not None
     # Rows whose cut has no entry are marked in the row itself.
-    copy_rows(block, run, Ends(None, None, None, None if derived or packed else masked), columns, num_steps, first)
+    marks = masked if successors is None else None
+    copy_rows(block, run, Ends(None, None, None, marks), columns, num_steps, first)
     if promoted is not None:
         _promote(block, promoted, columns, first)
     if listed is not None:
-        listed.write(block, run.finals)
-    elif derived:
-        _write_masked(block, run, masked, columns, num_steps)
+        listed.write(block)
+    elif masked is not None and successors is not None:
+        _write_masked(block, successors, masked, columns, num_steps)
     block.positions[: RESERVED + 1, columns].add_(num_steps)
     host[: RESERVED + 1, columns] += num_steps
     block.sampleable = None
-    tail = run.tail if packed else None
-    if derived:
-        tail = pack_successors(layout, {key: leaf[-1] for key, leaf in run.successors.items()})
+    if successors is not None:
+        tail = pack_successors(layout, {key: leaf[-1] for key, leaf in successors.items()})
     _write_newest(block, tail, columns)
     return SlotHandle(first, num_steps, columns, block.capacity)
 
@@ -132,7 +135,13 @@ def _own_places(block: SlotBlock, columns: slice, place: torch.Tensor, steps: to
     table.scatter_reduce_(1, place.T, steps.T.contiguous(), "amax")
 
 
-def _write_masked(block: SlotBlock, run: Run, cut: torch.Tensor, columns: slice, num_steps: int) -> None:
+def _write_masked(
+    block: SlotBlock,
+    successors: Mapping[NestedKey, torch.Tensor],
+    cut: torch.Tensor,
+    columns: slice,
+    num_steps: int,
+) -> None:
     """Stores the successors of cut rows; those of the others go to the sink row."""
     layout, dropped = block.layout, max(num_steps - block.capacity, 0)
     cut = cut[dropped:].to(block.device)
@@ -141,7 +150,7 @@ def _write_masked(block: SlotBlock, run: Run, cut: torch.Tensor, columns: slice,
     place = (block.positions[FINALS, columns] + rank.clamp(min=0)) % block.final_capacity
     stream = torch.arange(columns.start, columns.stop, device=block.device)
     side = torch.where(cut, block.side_start + stream * block.final_capacity + place, block.sink)
-    packed = pack_successors(layout, {key: leaf[dropped:].flatten(0, 1) for key, leaf in run.successors.items()})
+    packed = pack_successors(layout, {key: leaf[dropped:].flatten(0, 1) for key, leaf in successors.items()})
     words = packed.to(block.device, non_blocking=True).view(block.words.dtype)
     block.successor_words.index_copy_(0, side.flatten(), words)
     heads = block.positions[HEAD, columns]
@@ -157,19 +166,22 @@ def _write_masked(block: SlotBlock, run: Run, cut: torch.Tensor, columns: slice,
 class _Listed:
     """Final observations that a packed run lists on the host: where they go, but for the places only a device knows."""
 
-    def __init__(self, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray) -> None:
+    def __init__(
+        self, finals: torch.Tensor, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray
+    ) -> None:
+        self._finals = finals
         self.most = int(rank.max()) + 1
         last = np.append(stream[1:] != stream[:-1], True)
         self.numbers = np.stack([stream, steps, rank, order, last])
 
-    def write(self, block: SlotBlock, finals: torch.Tensor) -> None:
+    def write(self, block: SlotBlock) -> None:
         if fused.available(block):
-            fused.write_finals(block, self.numbers, finals)
+            fused.write_finals(block, self.numbers, self._finals)
             return
         stream, steps, rank, order, _ = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
         place = (block.positions[FINALS][stream] + rank) % block.final_capacity
         entry = stream * block.final_capacity + place
-        words = finals[:, : block.layout.successor_bytes].to(block.device, non_blocking=True)
+        words = self._finals[:, : block.layout.successor_bytes].to(block.device, non_blocking=True)
         words = words[order].contiguous().view(block.words.dtype)
         block.successor_words.index_copy_(0, block.side_start + entry, words)
         rows = steps % block.capacity * block.num_streams + stream
@@ -190,7 +202,8 @@ def _listed(block: SlotBlock, run: PackedRun, columns: slice, first: np.ndarray,
             return None
         _, rank = rank_in_group(stream[order])
     stream = stream[order]
-    return _Listed(stream + columns.start, first[stream] + step[order], rank, order)
+    finals = cast(torch.Tensor, run.finals)  # a checked run has as many as rows are listed
+    return _Listed(finals, stream + columns.start, first[stream] + step[order], rank, order)
 
 
 def _ensure_room(
@@ -241,7 +254,7 @@ def _write_newest(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -
     rows = _newest_rows(block, columns, host[HEAD, columns])
     block.positions[NEWEST, columns] = torch.where(block.final.index_select(0, rows) == FOLLOWED, PENDING, CUT)
     host[NEWEST, columns] = PENDING
-    if derives:
+    if tail is not None and derives:
         tail = tail[:, : block.layout.successor_bytes].to(block.device, non_blocking=True).contiguous()
         block.successor_words.index_copy_(0, _places(block, columns)[1], tail.view(block.words.dtype))
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from functools import lru_cache
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
 
 from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._gather import Span, powers
+from torchrl_ext.data.fields import Field
 
 _MOST_STREAMS = 16384
 _LANES = 256
@@ -21,7 +24,7 @@ _MOST_GRAPHS = 4
 
 
 @lru_cache(maxsize=1)
-def _kernels():
+def _kernels() -> ModuleType:
     # Triton comes with CUDA builds of torch only; importing it takes a while, so only device storages do.
     from torchrl_ext.data import _kernels as kernels
 
@@ -42,7 +45,7 @@ def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:
     """Whether the fused kernels can follow returns of this layout."""
     if not available(block) or block.may_have_holes:
         return False
-    reward = span.reward
+    reward = cast(Field, span.reward)  # looked at where a return has more than one step, which needs it
     return n_steps == 1 or (reward.dtype == torch.float32 and reward.shape.numel() == 1 and span.flag_range is not None)
 
 
@@ -69,10 +72,21 @@ def sample(
 class _Outputs:
     """Everything a draw writes, carved from one allocation; only what :meth:`leaves` returns outlives it."""
 
+    rows: torch.Tensor
+    later: torch.Tensor
+    index: torch.Tensor
+    generation: torch.Tensor
+    steps: torch.Tensor
+    wide: torch.Tensor
+    found: torch.Tensor
+    discount: torch.Tensor
+    total: torch.Tensor
+
     def __init__(self, raw: torch.Tensor, row_bytes: int, successor_bytes: int, count: int) -> None:
         self.count = count
         byte, wide, single = torch.uint8, torch.int64, torch.float32
-        parts = [("rows", row_bytes, byte, (row_bytes,)), ("later", successor_bytes, byte, (successor_bytes,))]
+        parts: list[tuple[str, int, torch.dtype, tuple[int, ...] | None]] = []
+        parts += [("rows", row_bytes, byte, (row_bytes,)), ("later", successor_bytes, byte, (successor_bytes,))]
         parts += [("index", 16, wide, (2,)), ("generation", 8, wide, ()), ("steps", 8, wide, (1,))]
         parts += [
             ("wide", 8, wide, ()),
@@ -128,7 +142,7 @@ class _SampleGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             out.wide.random_(0, 2**62)
-            _launch(block, span, out, n_steps, gamma, table=block.sampleable[0])
+            _launch(block, span, out, n_steps, gamma, table=cast(tuple, block.sampleable)[0])
 
     def _outputs(self) -> _Outputs:
         raw = torch.as_tensor(self.memory, device=self._block.device)
@@ -240,7 +254,8 @@ def _patch(
     last: torch.Tensor,
     total: torch.Tensor,
 ) -> None:
-    count, (start, stop) = len(last), span.flag_range
+    # Kernels patch only what :func:`can_sample` admits: rewards there, and flags in one piece.
+    count, (start, stop) = len(last), cast("tuple[int, int]", span.flag_range)
     _kernels().patch[(-(-count // _LANES),)](
         block.rows,
         rows32,
@@ -250,7 +265,7 @@ def _patch(
         total,
         count,
         block.layout.row_bytes,
-        span.reward.offset // 4,
+        cast(Field, span.reward).offset // 4,
         FLAGS=start,
         FLAG_BYTES=stop - start,
         BLOCK=_LANES,
@@ -261,13 +276,13 @@ def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) ->
     """Stores listed final observations. ``numbers`` is int64 ``[5, M]``, see ``place_finals``."""
     kernels, layout, count = _kernels(), block.layout, numbers.shape[1]
     # A few kilobytes of pageable memory: the driver copies them at once, without waiting for the device.
-    numbers = torch.from_numpy(numbers).to(block.device, non_blocking=True)
+    listed = torch.from_numpy(numbers).to(block.device, non_blocking=True)
     finals = finals.to(block.device, non_blocking=True)
     geometry = _geometry(
         block, Span.of(layout, ("next", "reward")) if block.geometry_tensor is None else block.geometry_tensor[0]
     )
     kernels.place_finals[(count,)](
-        numbers,
+        listed,
         finals.view(torch.int64),
         block.positions,
         block.final_step,
@@ -281,4 +296,4 @@ def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) ->
         BLOCK=128,
         num_warps=1,
     )
-    kernels.count_finals[(-(-count // _LANES),)](numbers, block.positions, geometry, count, BLOCK=_LANES)
+    kernels.count_finals[(-(-count // _LANES),)](listed, block.positions, geometry, count, BLOCK=_LANES)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, cast
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
 from torchrl_ext.data._block import FINALS, HEAD, NEWEST, PENDING, SlotBlock
-from torchrl_ext.data.draws import Draw, modulo
-from torchrl_ext.data.layout import FOLLOWED, HOLE, Field, RowLayout
+from torchrl_ext.data.draws import Array, Draw, modulo
+from torchrl_ext.data.fields import Field
+from torchrl_ext.data.layout import FOLLOWED, HOLE, RowLayout
 from torchrl_ext.data.packing import END_KEYS
 
 
@@ -62,20 +64,20 @@ class Span:
 
 
 @dataclass
-class Chain:
+class Chain(Generic[Array]):
     """What a return used: steps, the last row, its ``final``, and its span with the return in place of the reward.
 
     Arrays on the host, tensors on a device; ``steps`` and ``span`` (uint8 ``[B, width]``) are None for one step.
     """
 
-    steps: torch.Tensor | np.ndarray | None
-    last_at: torch.Tensor | np.ndarray
-    last_room: torch.Tensor | np.ndarray
-    span: torch.Tensor | np.ndarray | None
-    final: torch.Tensor | np.ndarray
+    steps: Array | None
+    last_at: Array
+    last_room: Array
+    span: Array | None
+    final: Array
 
 
-def follow_numpy(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float) -> Chain:
+def follow_numpy(block: SlotBlock, draw: Draw[np.ndarray], span: Span, n_steps: int, gamma: float) -> Chain[np.ndarray]:
     """Follows returns on the host, on compact copies of the spans: the gathered rows would be a cache miss each."""
     at, room, unit = draw.at, draw.room, draw.unit
     if n_steps == 1:
@@ -88,10 +90,11 @@ def follow_numpy(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: 
     words = words.squeeze(1) if words.shape[1] == 1 else words
     read = words.index_select(0, torch.from_numpy(rows.ravel())).numpy()
     parts = read.view(np.uint8).reshape(reach, count, -1)
-    final_at, reward_at = span.final_offset - span.start, span.reward.offset - span.start
+    field = cast(Field, span.reward)  # given wherever a return has more than one step
+    final_at, reward_at = span.final_offset - span.start, field.offset - span.start
     final = parts[..., final_at : final_at + 4].view(np.int32)[..., 0]
-    dtype = np.float32 if span.reward.dtype == torch.float32 else np.float64
-    reward = parts[..., reward_at : reward_at + span.reward.nbytes].view(dtype)[..., 0]
+    dtype = np.float32 if field.dtype == torch.float32 else np.float64
+    reward = parts[..., reward_at : reward_at + field.nbytes].view(dtype)[..., 0]
     total, used = reward[0].copy(), np.zeros(count, dtype=at.dtype)
     alive, holes = np.ones(count, dtype=bool), block.may_have_holes
     for k in range(1, reach):
@@ -104,34 +107,34 @@ def follow_numpy(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: 
     lanes = np.arange(count, dtype=at.dtype)
     last = read[used * at.dtype.type(count) + lanes].view(np.uint8).reshape(count, -1)
     last_final = last[:, final_at : final_at + 4].view(np.int32)[:, 0]
-    last[:, reward_at : reward_at + span.reward.nbytes].view(dtype)[:, 0] = total
+    last[:, reward_at : reward_at + field.nbytes].view(dtype)[:, 0] = total
     last_at = modulo(at + used * at.dtype.type(block.num_streams), ring)
     return Chain(used + 1, last_at, room - used * at.dtype.type(unit), last, last_final)
 
 
-def follow(block: SlotBlock, draw: Draw, span: Span, n_steps: int, gamma: float) -> Chain:
+def follow(block: SlotBlock, draw: Draw[torch.Tensor], span: Span, n_steps: int, gamma: float) -> Chain[torch.Tensor]:
     """Follows returns with torch operations only, without a host synchronisation (CUDA, and any reward dtype)."""
     if n_steps == 1:
         return Chain(None, draw.at, draw.room, None, block.final.index_select(0, draw.at))
-    ring = block.capacity * block.num_streams
+    ring, reward = block.capacity * block.num_streams, cast(Field, span.reward)
     spans = block.words[:, span.start // 16 : span.stop // 16]
     last = spans.index_select(0, draw.at)
     final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4]
-    total, steps = _part(last, span, span.reward).clone(), torch.ones_like(draw.at)
+    total, steps = _part(last, span, reward).clone(), torch.ones_like(draw.at)
     alive = (final == FOLLOWED) & (draw.room > draw.unit)
     for k in range(1, min(n_steps, block.capacity)):
         read = spans.index_select(0, (draw.at + k * block.num_streams) % ring)
         final = read.view(torch.int32)[:, (span.final_offset - span.start) // 4]
         alive = alive & (final != HOLE)
         # ``where`` and not a product: what ended returns read may be NaN.
-        total = torch.where(alive, total + _part(read, span, span.reward) * gamma**k, total)
+        total = torch.where(alive, total + _part(read, span, reward) * gamma**k, total)
         last = torch.where(alive.unsqueeze(-1), read, last)
         steps = steps + alive
         alive = alive & (final == FOLLOWED) & (draw.room > (k + 1) * draw.unit)
     last_at = (draw.at + (steps - 1) * block.num_streams) % ring
     room = draw.room - (steps - 1) * draw.unit
     final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4].clone()
-    _part(last, span, span.reward).copy_(total)
+    _part(last, span, reward).copy_(total)
     return Chain(steps, last_at, room, last.view(torch.uint8), final)
 
 
@@ -145,7 +148,7 @@ def _part(span_words: torch.Tensor, span: Span, field: Field) -> torch.Tensor:
     return span_words.view(field.dtype)[:, (field.offset - span.start) // field.dtype.itemsize]
 
 
-def successors_numpy(block: SlotBlock, chain: Chain, streams: np.ndarray, unit: int) -> np.ndarray:
+def successors_numpy(block: SlotBlock, chain: Chain[np.ndarray], streams: np.ndarray, unit: int) -> np.ndarray:
     """Returns the flat rows that hold the successors, on the host; few rows need more than the next ring row."""
     at, final = chain.last_at, chain.final
     ring = block.capacity * block.num_streams
@@ -164,7 +167,7 @@ def successors_numpy(block: SlotBlock, chain: Chain, streams: np.ndarray, unit: 
     return found
 
 
-def successors(block: SlotBlock, chain: Chain, stream: torch.Tensor, unit: int) -> torch.Tensor:
+def successors(block: SlotBlock, chain: Chain[torch.Tensor], stream: torch.Tensor, unit: int) -> torch.Tensor:
     """Returns the flat rows that hold the successors, with torch operations only."""
     positions, final = block.positions, chain.final
     found = (chain.last_at + block.num_streams) % (block.capacity * block.num_streams)

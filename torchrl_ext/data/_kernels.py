@@ -8,6 +8,9 @@ in about thirty launches; these kernels need two to four, which is what a sample
 for. Kernels see positions as ``int64 [7, N]`` with the rows of :mod:`torchrl_ext.data._block`.
 """
 
+# Triton reads the annotations of a kernel, so that its parameters have none but constexpr.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import triton

@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase, unravel_key
 from torchrl.data import TensorStorage
 
-from torchrl_ext.data import _slot_io as io
-from torchrl_ext.data._block import HEAD, RESERVED, TAIL, SlotBlock
+from torchrl_ext.data._block import HEAD, RESERVED, TAIL
+from torchrl_ext.data._position_view import PositionView
+from torchrl_ext.data._slot_read import split_index
 
 if TYPE_CHECKING:
-    pass
+    from torchrl_ext.data.storages import SlotStorage
 
 
-class StockView(TensorStorage):
+class StockView(PositionView):
     """The interface of :class:`torchrl.data.TensorStorage` that stock parts use, answered from positions."""
 
-    capacity: int
-    num_streams: int
-    _block: SlotBlock | None
     _content_revision: int
 
     @property
@@ -45,9 +44,9 @@ class StockView(TensorStorage):
         if isinstance(data, list):
             raise TypeError("SlotStorage: data must be a TensorDict, got a list. Nothing was written; stack it first.")
         if set_cursor:
-            io.write_by_cursor(self, cursor, data)
+            write_by_cursor(self, cursor, data)
         else:
-            io.write_content(self, cursor, data)
+            write_content(self, cursor, data)
             self._bump_mutation_revision()
 
     def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,3 +122,53 @@ class StockView(TensorStorage):
         """Returns a copy of the live rows as a one-dimensional stock storage, successors attached."""
         slots = torch.arange(self._even_length("flatten"), device=self.device)
         return TensorStorage(self.get(slots).flatten(0, 1))
+
+
+def write_by_cursor(storage: SlotStorage, cursor: Any, data: Any) -> None:
+    """Lets a stock writer write where it believes its cursor is, when all streams do stand there."""
+    for buffer in storage._attached_entities:
+        writer = getattr(buffer, "_writer", None)
+        if writer is not None and writer.tracks_generations and writer._storage is storage:
+            if type(writer).__module__.split(".")[0] == "torchrl":
+                storage._slot_generations = None  # raises: two tables of generations would disagree
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(f"SlotStorage: data must be a TensorDict, got {type(data).__name__}. Nothing was written.")
+    single = isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.dim() == 0)
+    if single:
+        data = data.unsqueeze(0)
+    if "index" in data.keys() and (storage.layout is None or "index" not in storage.layout.by_key):
+        data = data.exclude("index")  # a mark of TorchRL's TensorDict writers, not part of a record
+    first = int(cursor) if single else int(cursor[0])
+    heads = np.zeros(1, np.int64) if storage._block is None else storage.block.np_positions[HEAD]
+    if (heads % storage.capacity != first).any() or (heads != heads[0]).any():
+        raise RuntimeError(
+            f"SlotStorage: a stock writer may write only while all streams stand at its cursor {first}, got slots "
+            f"{np.unique(heads % storage.capacity).tolist()}. Nothing was written; use SlotWriter."
+        )
+    storage.extend_batch(data)
+
+
+def write_content(storage: SlotStorage, index: Any, data: Any) -> None:
+    """Changes stored fields of rows in place, leaving positions and cuts alone."""
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(f"SlotStorage: data must be a TensorDict, got {type(data).__name__}. Nothing was written.")
+    block = storage.block
+    if isinstance(index, torch.Tensor) and index.dim() > 1:
+        index = split_index(index, block.num_streams)
+    views = block.layout.leaves(block.ring, block.layout.fields)
+    checked = {}
+    for key, leaf in data.items(True, True):
+        view = views.get(unravel_key(key))
+        if view is None:
+            raise KeyError(f"SlotStorage: key {key!r} must be one of {list(views)}. Nothing was written.")
+        if leaf.dtype != view.dtype:
+            raise ValueError(f"SlotStorage: key {key!r} must be {view.dtype}, got {leaf.dtype}. Nothing was written.")
+        try:
+            checked[unravel_key(key)] = leaf.expand(view[index].shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"SlotStorage: key {key!r} must have shape {list(view[index].shape)}, got {list(leaf.shape)}. "
+                "Nothing was written."
+            ) from error
+    for key, leaf in checked.items():
+        views[key][index] = leaf.to(block.device)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._gather import Chain, Span, follow, follow_numpy, powers, successors, successors_numpy
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
-from torchrl_ext.data.layout import RowLayout, is_next, next_of
+from torchrl_ext.data.fields import Field, is_next, next_of
+from torchrl_ext.data.layout import RowLayout
 
 _NUMPY_REWARDS = (torch.float32, torch.float64)
 
@@ -45,7 +47,9 @@ def assemble(
     """
     layout = block.layout
     span = _span(layout, reward_key, n_steps)
-    if not block.on_device and (n_steps == 1 or span.reward.dtype in _NUMPY_REWARDS):
+    chain: Chain
+    after: torch.Tensor | np.ndarray
+    if not block.on_device and (n_steps == 1 or cast(Field, span.reward).dtype in _NUMPY_REWARDS):
         draw = draw.numpy()
         chain = follow_numpy(block, draw, span, n_steps, gamma)
         after = successors_numpy(block, chain, draw.stream, draw.unit) if layout.derives else chain.last_at
@@ -105,7 +109,9 @@ def _finish(
         small = {key: leaf.to(device, non_blocking=True) for key, leaf in small.items()}
     leaves = layout.leaves(rows, layout.fields)
     if layout.derives:
-        leaves.update(zip(_next_keys(layout), layout.leaves(later, layout.prefix).values(), strict=True))
+        leaves.update(
+            zip(_next_keys(layout), layout.leaves(cast(torch.Tensor, later), layout.prefix).values(), strict=True)
+        )
     elif later is not None:
         leaves.update(layout.leaves(later, [field for field in layout.fields if is_next(field.key)]))
     if contiguous:
@@ -142,10 +148,10 @@ def _take(nbytes: int, device: torch.device, pool: BatchPool | None) -> torch.Te
 def _gather(
     block: SlotBlock, words: torch.Tensor, at: torch.Tensor | np.ndarray, pool: BatchPool | None
 ) -> torch.Tensor:
-    at = torch.as_tensor(at)
-    out = _take(len(at) * words.shape[1] * 16, block.device, pool)
-    out = out.view(words.dtype).view(len(at), words.shape[1])
-    torch.index_select(words, 0, at, out=out)
+    rows = torch.as_tensor(at)
+    out = _take(len(rows) * words.shape[1] * 16, block.device, pool)
+    out = out.view(words.dtype).view(len(rows), words.shape[1])
+    torch.index_select(words, 0, rows, out=out)
     return out.view(torch.uint8)
 
 

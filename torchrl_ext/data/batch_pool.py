@@ -58,4 +58,4 @@ class BatchPool:
         return {"max_blocks": self.max_blocks}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(state["max_blocks"])
+        BatchPool.__init__(self, state["max_blocks"])

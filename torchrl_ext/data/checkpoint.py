@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def save_state(block: SlotBlock | None) -> dict[str, Any]:
 def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None:
     """Raises ``ValueError`` unless a state can be loaded into a storage; returns its layout."""
 
-    def reject(what: str, wanted: Any, got: Any) -> None:
+    def reject(what: str, wanted: Any, got: Any) -> NoReturn:
         raise ValueError(f"load_state_dict: the state must have {what} {wanted}, got {got}. Nothing was changed.")
 
     if not isinstance(state, dict) or state.get("format") != _FORMAT or "geometry" not in state:
@@ -73,10 +73,10 @@ def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None
         tensor = state.get(name)
         if not isinstance(tensor, torch.Tensor):
             reject("the tensor", name, type(tensor).__name__)
-    for name, wanted in shapes.items():
+    for name, shape in shapes.items():
         got = (state[name].dtype, tuple(state[name].shape))
-        if got != wanted:
-            reject(name, wanted, got)
+        if got != shape:
+            reject(name, shape, got)
     positions = state["positions"]
     lived = int((positions[HEAD] - positions[TAIL]).max())
     ring = (min(lived, storage.capacity), num, layout.row_bytes)
@@ -129,7 +129,7 @@ class SlotStorageCheckpointer(StorageCheckpointerBase):
         for name in _TENSORS if state["geometry"] is not None else ():
             array = np.ascontiguousarray(state[name].numpy())
             array.tofile(path / f"{name}.bin")
-            description["tensors"][name] = [list(array.shape), str(array.dtype), zlib.crc32(array)]
+            description["tensors"][name] = [list(array.shape), str(array.dtype), zlib.crc32(array.data)]
         partial = path / "storage.json.partial"
         partial.write_text(json.dumps(description))
         partial.replace(path / "storage.json")
@@ -142,7 +142,7 @@ class SlotStorageCheckpointer(StorageCheckpointerBase):
             state = {"format": description["format"], "geometry": description["geometry"]}
             for name, (shape, dtype, checksum) in description["tensors"].items():
                 array = np.fromfile(path / f"{name}.bin", dtype=dtype)
-                if zlib.crc32(array) != checksum:
+                if zlib.crc32(array.data) != checksum:
                     raise ValueError(f"{name}.bin has another checksum than when it was saved")
                 state[name] = torch.from_numpy(array.reshape(shape))
         except FileNotFoundError as error:

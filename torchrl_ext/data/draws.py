@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,9 +15,12 @@ from torchrl_ext.data.positions import live_holes, sampleable_range
 
 _WIDE = 2**62
 
+#: NumPy arrays on the host, where they cost less, or tensors.
+Array = TypeVar("Array", bound=torch.Tensor | np.ndarray)
+
 
 @dataclass
-class Draw:
+class Draw(Generic[Array]):
     """Rows that were drawn, as tensors or (on the host) as NumPy arrays.
 
     Attributes:
@@ -28,29 +32,32 @@ class Draw:
         generation (torch.Tensor): int64 ``[B]``.
     """
 
-    at: torch.Tensor | np.ndarray
-    room: torch.Tensor | np.ndarray
+    at: Array
+    room: Array
     unit: int
-    stream: torch.Tensor | np.ndarray
-    slot: torch.Tensor | np.ndarray
-    generation: torch.Tensor | np.ndarray
+    stream: Array
+    slot: Array
+    generation: Array
 
     def __len__(self) -> int:
         return len(self.at)
 
-    def numpy(self) -> Draw:
+    def numpy(self) -> Draw[np.ndarray]:
         """The same draw as NumPy arrays, for the host."""
         if isinstance(self.at, np.ndarray):
-            return self
-        return Draw(*(part if isinstance(part, int) else part.numpy() for part in self._parts()))
+            return cast("Draw[np.ndarray]", self)
+        at, room, unit, stream, slot, generation = cast("Draw[torch.Tensor]", self)._parts()
+        return Draw(at.numpy(), room.numpy(), unit, stream.numpy(), slot.numpy(), generation.numpy())
 
-    def torch(self) -> Draw:
+    def torch(self) -> Draw[torch.Tensor]:
         """The same draw as tensors."""
         if isinstance(self.at, torch.Tensor):
-            return self
-        return Draw(*(part if isinstance(part, int) else torch.from_numpy(part) for part in self._parts()))
+            return cast("Draw[torch.Tensor]", self)
+        at, room, unit, stream, slot, generation = cast("Draw[np.ndarray]", self)._parts()
+        convert = torch.from_numpy
+        return Draw(convert(at), convert(room), unit, convert(stream), convert(slot), convert(generation))
 
-    def _parts(self) -> tuple:
+    def _parts(self) -> tuple[Array, Array, int, Array, Array, Array]:
         return self.at, self.room, self.unit, self.stream, self.slot, self.generation
 
 
@@ -95,25 +102,26 @@ def _lockstep(block: SlotBlock) -> Lockstep | None:
     return Lockstep(low, first, None)
 
 
-def draw_lockstep(block: SlotBlock, rows: Lockstep, count: int, generator: torch.Generator | None) -> Draw:
+def draw_lockstep(block: SlotBlock, rows: Lockstep, count: int, generator: torch.Generator | None) -> Draw[np.ndarray]:
     """Draws from streams in step: flat rows are then one range modulo the ring, and need no search."""
     num, size = block.num_streams, block.capacity * block.num_streams
     base = (rows.high - rows.low) * num
-    extra = 0 if rows.known is None else len(rows.known)
+    known = rows.known
+    extra = 0 if known is None else len(known)
     # Half as wide numbers cost half as much, here and in all that follows.
     dtype = torch.int32 if block.rows.shape[0] < 2**31 else torch.int64
     ordinal = torch.randint(base + extra, (count,), generator=generator, dtype=dtype).numpy()
-    if extra:
+    if known is not None:
         newest = np.flatnonzero(ordinal >= base)
-        ordinal[newest] = base + rows.known[ordinal[newest] - base]
+        ordinal[newest] = base + known[ordinal[newest] - base]
     at = modulo(ordinal + rows.low % block.capacity * num, size)
     # NumPy divides by a scalar in SIMD; torch does not.
     slot = np.floor_divide(at, num)
     stream = at - slot * num
     room = base - ordinal
-    if extra:
+    if known is not None:
         is_known = np.zeros(num, dtype=ordinal.dtype)
-        is_known[rows.known] = num
+        is_known[known] = num
         room += is_known[stream]
     generation = (slot < rows.low % block.capacity) + np.int64(rows.low // block.capacity)
     return Draw(at, room, num, stream, slot, generation)
@@ -125,7 +133,9 @@ def modulo(rows: np.ndarray, size: int) -> np.ndarray:
     return np.minimum(rows.view(unsigned), (rows - size).view(unsigned)).view(rows.dtype)
 
 
-def uniform_ordinals(block: SlotBlock, total: torch.Tensor, count: int, generator: torch.Generator | None):
+def uniform_ordinals(
+    block: SlotBlock, total: torch.Tensor, count: int, generator: torch.Generator | None
+) -> torch.Tensor:
     """Draws int64 ``[count]`` below ``total`` (a 0-d tensor) without reading it back from a CUDA device.
 
     On CUDA a 62-bit number modulo ``total`` is taken; its bias is below ``total / 2**62``.
@@ -139,14 +149,16 @@ def uniform_ordinals(block: SlotBlock, total: torch.Tensor, count: int, generato
 
 def locate(
     block: SlotBlock, low: torch.Tensor, counts: torch.Tensor, ordinal: torch.Tensor, high: torch.Tensor
-) -> Draw:
+) -> Draw[torch.Tensor]:
     """Turns ordinals over all sampleable rows (stream by stream) into rows."""
     ends = counts.cumsum(0)
     stream = torch.searchsorted(ends, ordinal, right=True).clamp_(max=block.num_streams - 1)
     return place(block, low, high, stream, ordinal - (ends - counts)[stream])
 
 
-def place(block: SlotBlock, low: torch.Tensor, high: torch.Tensor, stream: torch.Tensor, offset: torch.Tensor) -> Draw:
+def place(
+    block: SlotBlock, low: torch.Tensor, high: torch.Tensor, stream: torch.Tensor, offset: torch.Tensor
+) -> Draw[torch.Tensor]:
     """Turns the ``offset``-th sampleable row of a stream into a row, stepping over holes."""
     step = low[stream] + offset
     if block.may_have_holes:

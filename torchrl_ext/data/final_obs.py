@@ -13,13 +13,15 @@ Lifetime   An entry lives exactly as long as its row: rows of a stream die in th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
 from torchrl_ext.data._block import CUT, FINALS, HEAD, NEWEST, PENDING, TAIL, UNKNOWN, SlotBlock
+from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.grouping import rank_in_group
-from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR, next_of
+from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR
 from torchrl_ext.data.packing import Ends, PackedRun, Run, differ
 
 
@@ -75,7 +77,7 @@ def plan_finals(
     if len(stream) and np.bincount(stream).max() > 1:
         order, rank = rank_in_group(stream)
         step, stream = step[order], stream[order]
-        plan.order = order if dropped <= 0 else plan.order[order]
+        plan.order = order if plan.order is None else plan.order[order]
         plan.sequence = plan.sequence[order] + rank
         most += int(rank.max())
     plan.streams, plan.steps = stream, first[stream - columns.start] + step
@@ -152,14 +154,16 @@ def promote(block: SlotBlock, streams: np.ndarray) -> None:
 
 def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> None:
     """Stores the final observations of a run whose rows are already in the ring; heads are still the old ones."""
-    streams, place = plan.streams, plan.sequence % block.final_capacity
-    finals = ends.finals.numpy()[:, : block.layout.successor_bytes]
+    planned = plan.streams, plan.steps, plan.sequence
+    streams, steps, sequence = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", planned)
+    place = sequence % block.final_capacity
+    finals = cast(torch.Tensor, ends.finals).numpy()[:, : block.layout.successor_bytes]
     block.np_successors[block.side_start + streams * block.final_capacity + place] = (
         finals if plan.order is None else finals[plan.order]
     )
-    block.np_final[plan.steps % block.capacity * block.num_streams + streams] = place
-    block.np_final_step[streams, place] = plan.steps
-    block.np_positions[FINALS, streams] = plan.sequence + 1
+    block.np_final[steps % block.capacity * block.num_streams + streams] = place
+    block.np_final_step[streams, place] = steps
+    block.np_positions[FINALS, streams] = sequence + 1
 
 
 def in_step(heads: np.ndarray) -> bool:
@@ -174,7 +178,8 @@ def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice, heads
         first = int(heads[0] - 1) % block.capacity * block.num_streams
         final = block.np_final[first + columns.start : first + columns.stop]
     else:
-        final = block.np_final[_newest_rows(block, np.arange(columns.start, columns.stop))]
+        ids = np.arange(columns.start, columns.stop)
+        final = block.np_final[(heads - 1) % block.capacity * block.num_streams + ids]
     known = PENDING if ends.tail is not None or not block.layout.derives else UNKNOWN
     if ends.tail is not None and block.layout.derives:
         ids = np.arange(columns.start, columns.stop)

@@ -7,13 +7,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+
+from torchrl_ext.data.fields import Field, as_tuple, is_next, next_of
 
 if TYPE_CHECKING:
     from torchrl_ext.data.packing import PackedRun
@@ -31,49 +33,8 @@ _FINAL_BYTES = 4
 _WORD = 16
 
 
-def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """Returns a nested key as a tuple, also when it is a plain string."""
-    key = unravel_key(key)
-    return (key,) if isinstance(key, str) else key
-
-
-def is_next(key: NestedKey) -> bool:
-    """Tells whether a key lives under ``"next"``."""
-    return isinstance(key, tuple) and key[0] == "next"
-
-
-def next_of(key: NestedKey) -> tuple[str, ...]:
-    """Returns the key under ``"next"`` that holds the successor of ``key``."""
-    return ("next", *as_tuple(key))
-
-
 def _align(offset: int, to: int) -> int:
     return -(-offset // to) * to
-
-
-@dataclass(frozen=True)
-class Field:
-    """One leaf of a row: where its bytes are and what they mean."""
-
-    key: NestedKey
-    dtype: torch.dtype
-    shape: torch.Size
-    offset: int
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the leaf in one row."""
-        return self.numel * self.dtype.itemsize
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the leaf in one row."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def start(self) -> int:
-        """The offset counted in elements of the leaf's dtype."""
-        return self.offset // self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -171,7 +132,9 @@ class RowLayout:
         return cls.from_tensordict(spec.zero(), batch_dims=len(spec.shape), next_obs=next_obs, next_keys=next_keys)
 
     @classmethod
-    def _build(cls, leaves: Mapping, next_obs: str, next_keys: Sequence[NestedKey] | None) -> RowLayout:
+    def _build(
+        cls, leaves: Mapping, next_obs: Literal["derive", "store"], next_keys: Sequence[NestedKey] | None
+    ) -> RowLayout:
         if next_obs not in ("derive", "store"):
             raise ValueError(f"RowLayout: next_obs must be 'derive' or 'store', got {next_obs!r}.")
         if next_keys is None:
@@ -198,7 +161,7 @@ class RowLayout:
 
         fields, offset = [], 0
 
-        def place(keys) -> None:
+        def place(keys: Iterable[NestedKey]) -> None:
             nonlocal offset
             for key in sorted(keys, key=order):
                 dtype, shape = leaves[key]

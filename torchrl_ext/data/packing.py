@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
-from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR, RowLayout, next_of
+from torchrl_ext.data.fields import next_of
+from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR, RowLayout
 
 __all__ = ["PackedRun"]
 
@@ -50,7 +51,7 @@ class PackedRun:
         """``(K, N)``."""
         return self.rows.shape[0], self.rows.shape[1]
 
-    def view(self):
+    def view(self) -> TensorDict:
         """Returns the rows as a TensorDict ``[K, N]`` of zero-copy views (without ``next`` observations)."""
         return self.layout.view(self.rows)
 
@@ -102,7 +103,8 @@ def check_run(
         )
     num_steps, streams = run.shape
     successor_keys = {next_of(key): key for key in layout.next_keys} if layout.derives else {}
-    leaves, successors = {}, {}
+    leaves: dict[NestedKey, torch.Tensor] = {}
+    successors: dict[NestedKey, torch.Tensor] = {}
     fields = layout.by_key
     for key, leaf in run.items(True, True):
         key = unravel_key(key)

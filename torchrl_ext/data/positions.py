@@ -69,11 +69,12 @@ def undisturbed(
     """Tells whether rows read since ``before`` were safe from writers in other processes.
 
     A row is safe when no step reserved by now overwrites it. In a stream where a write was under way, the rows whose
-    return may have reached the newest one are not: its successor changes with every write.
+    return may have reached the newest two are not: the successor of the newest changes with every write, and the one
+    before it counts as the newest while the write hides that.
     """
     now = block.np_positions
     slot, stream = index.cpu().numpy().T
     step = generation.cpu().numpy() * block.capacity + slot
     busy = (now[RESERVED] != before[RESERVED]) | (before[RESERVED] != before[HEAD])
     kept = step >= now[RESERVED, stream] - block.capacity
-    return bool((kept & (~busy[stream] | (step + n_steps < before[HEAD, stream]))).all())
+    return bool((kept & (~busy[stream] | (step + n_steps + 1 < before[HEAD, stream]))).all())

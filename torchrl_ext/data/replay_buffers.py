@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
@@ -24,7 +26,8 @@ from torchrl_ext.data.writers import SlotWriter
 
 __all__ = ["SlotReplayBuffer"]
 
-_TRIES = 100
+#: Seconds after which a reader that writers in other processes disturb again and again gives up.
+_PATIENCE = 10.0
 
 
 class SlotReplayBuffer(ReplayBuffer):
@@ -233,13 +236,15 @@ class SlotReplayBuffer(ReplayBuffer):
         options = {"contiguous": self.contiguous, "device": self.sample_device, "pool": self._pool}
         if not storage.has_other_writers:
             return self._sampler.transitions(storage, batch_size, **options)
-        for _ in range(_TRIES):
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
             before = snapshot(storage.block) if storage.initialized else None
             data, info = self._sampler.transitions(storage, batch_size, **options)
             handles = info["index"], info["index_generation"]
-            if undisturbed(storage.block, before, *handles, self._sampler.n_steps):
+            # Only a storage without rows has no positions to compare, and drawing from that one raises.
+            if undisturbed(storage.block, cast(np.ndarray, before), *handles, self._sampler.n_steps):
                 return data, info
         raise RuntimeError(
-            f"sample: writers in other processes overwrote the drawn rows {_TRIES} times in a row. Nothing was "
-            "returned; use a larger capacity."
+            f"sample: writers in other processes overwrote the drawn rows again and again for {_PATIENCE} s. Nothing "
+            "was returned; use a larger capacity."
         )

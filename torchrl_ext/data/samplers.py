@@ -8,7 +8,7 @@ import json
 from abc import ABCMeta
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, unravel_key
@@ -25,10 +25,10 @@ __all__ = ["TransitionSampler"]
 _EMPTY = "sample: the storage must hold a row whose successor is known, got {}. Nothing was changed; write to it first."
 
 
-class _KeepsReplacement(type(Sampler)):
+class _KeepsReplacement(type(Sampler)):  # type: ignore[misc]  # mypy knows no base that is computed
     """TorchRL's metaclass turns ``replacement=False`` into another class; here it is an option of one class."""
 
-    def __call__(cls, *args, **kwargs):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return ABCMeta.__call__(cls, *args, **kwargs)
 
 
@@ -92,6 +92,9 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
         True
     """
 
+    _order: torch.Tensor | None
+    _order_key: torch.Tensor | None
+
     def __init__(
         self,
         n_steps: int = 1,
@@ -137,14 +140,15 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
             RuntimeError: when no row can be sampled.
             ValueError: when ``n_steps > 1`` and the reward is not one floating-point number.
         """
-        options = {"contiguous": contiguous, "device": device, "pool": pool}
+        options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
         recipe = self.n_steps, self.gamma, self.reward_key
         if self.replacement and self.stream_weights is None and storage.initialized and storage.block.on_device:
             self._refuse_empty(storage.block)
             made = assemble_fused(storage.block, batch_size, *recipe, generator=self._rng, **options)
             if made is not None:
                 return made
-        return assemble(storage.block, self.draw(storage, batch_size), *recipe, **options)
+        drawn = self.draw(storage, batch_size)  # before the block is asked for, so that nothing to draw is refused here
+        return assemble(storage.block, drawn, *recipe, **options)
 
     @staticmethod
     def _refuse_empty(block: SlotBlock) -> None:
@@ -164,14 +168,14 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
         return draw(storage, batch_size, self._rng)
 
     def _draw_weighted(self, storage: SlotStorage, batch_size: int) -> Draw:
-        block = storage.block
-        if len(self.stream_weights) != block.num_streams:
+        block, weights = storage.block, cast(torch.Tensor, self.stream_weights)
+        if len(weights) != block.num_streams:
             raise ValueError(
                 f"TransitionSampler: stream_weights must have one number per stream ({block.num_streams}), got "
-                f"{len(self.stream_weights)}."
+                f"{len(weights)}."
             )
         low, high, counts = sampleable_counts(block)
-        ends = (self.stream_weights.to(block.device) * (counts > 0)).cumsum(0)
+        ends = (weights.to(block.device) * (counts > 0)).cumsum(0)
         if not block.on_device and not float(ends[-1]):
             raise RuntimeError(_EMPTY.format("none in a stream of positive weight"))
         device = block.device if self._rng is None else self._rng.device
@@ -183,33 +187,34 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
         block = storage.block
         low, high, counts = sampleable_counts(block)
         key = torch.stack([low, high])
-        if self._order is None or self._order_key is None or not torch.equal(self._order_key.to(key.device), key):
-            self._shuffle(key, counts)
-        if self.drop_last and len(self._order) < batch_size:
+        order = self._order
+        if order is None or self._order_key is None or not torch.equal(self._order_key.to(key.device), key):
+            order = self._shuffle(key, counts)
+        if self.drop_last and len(order) < batch_size:
             raise ValueError(
-                f"TransitionSampler: the batch size must be at most the {len(self._order)} sampleable rows with "
+                f"TransitionSampler: the batch size must be at most the {len(order)} sampleable rows with "
                 f"drop_last=True, got {batch_size}."
             )
-        ordinal = self._order[:batch_size]
-        self._order = self._order[batch_size:]
-        self.ran_out = len(self._order) < (batch_size if self.drop_last else 1)
+        ordinal = order[:batch_size]
+        self._order = order = order[batch_size:]
+        self.ran_out = len(order) < (batch_size if self.drop_last else 1)
         drawn = locate(block, low, counts, ordinal.to(block.device), high)
         if self.ran_out:
-            self._shuffle(key, counts)
-        self._count_remaining(batch_size)
+            order = self._shuffle(key, counts)
+        self._count_remaining(len(order), batch_size)
         return drawn
 
-    def _shuffle(self, key: torch.Tensor, counts: torch.Tensor) -> None:
+    def _shuffle(self, key: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         # The number of rows is read back once per pass over the data, also on CUDA.
         total = int(counts.sum())
         if not total:
             raise RuntimeError(_EMPTY.format("none"))
         device = key.device if self._rng is None else self._rng.device
-        self._order = torch.randperm(total, generator=self._rng, device=device)
+        self._order = order = torch.randperm(total, generator=self._rng, device=device)
         self._order_key = key
+        return order
 
-    def _count_remaining(self, batch_size: int) -> None:
-        left = len(self._order)
+    def _count_remaining(self, left: int, batch_size: int) -> None:
         self._remaining_batches = left // batch_size if self.drop_last else -(left // -batch_size)
 
     # ------------------------------------------------------------------ TorchRL's sampler interface

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
@@ -58,7 +59,7 @@ def free_bytes(kind: str, *, device: torch.device | None = None, filename: str |
         # What the caching allocator holds without using it can be allocated too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if kind == "file":
-        return shutil.disk_usage(Path(filename).absolute().parent).free
+        return shutil.disk_usage(Path(cast(str, filename)).absolute().parent).free
     free = min(psutil.virtual_memory().available, _cgroup_free())
     if kind == "shared" and os.path.isdir("/dev/shm"):
         free = min(free, shutil.disk_usage("/dev/shm").free)
