@@ -278,9 +278,7 @@ def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) ->
     # A few kilobytes of pageable memory: the driver copies them at once, without waiting for the device.
     listed = torch.from_numpy(numbers).to(block.device, non_blocking=True)
     finals = finals.to(block.device, non_blocking=True)
-    geometry = _geometry(
-        block, Span.of(layout, ("next", "reward")) if block.geometry_tensor is None else block.geometry_tensor[0]
-    )
+    geometry = _geometry(block, None)
     kernels.place_finals[(count,)](
         listed,
         finals.view(torch.int64),
