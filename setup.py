@@ -24,6 +24,8 @@ EXTRAS = {
     "sota": [
         # EnvPool 1.2.5, the first release with the next-step reset that EnvPoolEnv relies on, needs Python 3.11.
         'envpool>=1.2.5; python_version >= "3.11"',
+        # Where EnvPool is missing, DMC tasks come from here.
+        'dm-control>=1.0.20; python_version < "3.11"',
         "gymnasium>=1.0",
         "hydra-core>=1.3",
         "matplotlib>=3.8",

@@ -186,6 +186,13 @@ class TestWarmUp:
         run.step()
         assert run.state.counters.frames == 1024 and learner.updates == run.state.governor.updates == 3
 
+    def test_lost_numbers_stop_the_run(self, script, build):
+        run = build("collector.learning_starts=8", "log.every=80")
+        run.state.learner.loss.actor_parameters()[0].data.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="must be finite, got none at .*loss_critic"):
+            script.run(run)
+        assert not (run.folder / "checkpoints").exists()
+
     def test_steps_per_run(self, build):
         run = build("collector.steps_per_run=5", "total_frames=4000")
         for _ in range(6):
@@ -303,6 +310,11 @@ class TestBackends:
         assert saved["learner"]["updates"] == (200 - 49) // 2
         assert saved["counters"]["episodes"] == 8
         assert [line for line in lines(folder) if "eval/return" in line][0]["eval/length"] == 50
+
+    def test_training_episodes_may_be_shorter_than_those_of_evaluations(self, script, tmp_path):
+        folder = train(script, tmp_path / "run", "env.train_episode_steps=20")
+        assert all(line.get("train/length", 20) == 20 for line in lines(folder))
+        assert [line for line in lines(folder) if "eval/return" in line][0]["eval/length"] == 200
 
     def test_factory_truncation_end_to_end(self, build, monkeypatch, tmp_path):
         module = """

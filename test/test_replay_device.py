@@ -180,6 +180,21 @@ class TestCuda:
         slot, stream = sample["index"].unbind(-1)
         assert torch.equal(sample["observation"], before[slot, stream])
 
+    def test_batch_stays_whole_while_anything_of_it_is_held(self):
+        buffer = filled("cuda")
+        held = [buffer.sample() for _ in range(3)]
+        views = [buffer.sample()["observation"][5:9] for _ in range(3)]
+        weight = torch.ones(1, 1, device="cuda", requires_grad=True)
+        products = [buffer.sample()["observation"] @ weight for _ in range(3)]  # autograd keeps the observations
+        before = [flat_rows(sample[:64]) for sample in held], [view.clone() for view in views]
+        wanted = sum(product.detach().sum() for product in products)
+        for _ in range(20):
+            buffer.sample()
+        assert [flat_rows(sample[:64]) for sample in held] == before[0]
+        assert all(torch.equal(view, copy) for view, copy in zip(views, before[1], strict=True))
+        sum(product.sum() for product in products).backward()
+        torch.testing.assert_close(weight.grad.reshape(()), wanted, rtol=1e-4, atol=0.0)
+
     def test_cpu_generator_serves_a_cuda_storage(self):
         buffer = filled("cuda")
         drawn = []

@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 from settings import EnvSettings
-from torchrl.envs import CatTensors, Compose, DoubleToFloat, EnvBase, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.data import TensorSpec
+from torchrl.envs import (
+    CatTensors,
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    ParallelEnv,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 
 from torchrl_ext.envs import EnvPoolEnv
 
@@ -59,6 +69,9 @@ def make_env(settings: EnvSettings, *, num_envs: int, seed: int, num_threads: in
         ValueError: if the task or an option is unknown to it.
     """
     backend = choose_backend(settings)
+    limit = settings.max_episode_steps
+    if not evaluate and settings.train_episode_steps is not None:
+        limit = settings.train_episode_steps
     if backend == "envpool":
         return EnvPoolEnv(
             settings.task,
@@ -66,10 +79,10 @@ def make_env(settings: EnvSettings, *, num_envs: int, seed: int, num_threads: in
             num_threads=num_threads,
             thread_affinity_offset=None if evaluate else settings.thread_affinity_offset,
             seed=seed,
-            max_episode_steps=settings.max_episode_steps,
+            max_episode_steps=limit,
             options=settings.options,
         )
-    make_one = partial(_make_one, backend, settings.task, settings.max_episode_steps, dict(settings.options or {}))
+    make_one = partial(_make_one, backend, settings.task, limit, dict(settings.options or {}))
     if backend == "factory":
         function = _factory(settings.task)
         if "num_envs" in inspect.signature(function).parameters:
@@ -94,7 +107,7 @@ def observation_keys(env: EnvBase, settings: EnvSettings) -> tuple[list[str], li
     Raises:
         ValueError: if a key is not an observation of the environment.
     """
-    known = [key for key in env.observation_spec.keys(True, True)]
+    known = list(env.observation_spec.keys(True, True))
     asymmetric = "state" in known and "privileged_state" in known
     actor = settings.actor_keys or (["state"] if asymmetric else ["observation"])
     critic = settings.critic_keys or (["privileged_state"] if asymmetric else actor)
@@ -107,24 +120,29 @@ def observation_keys(env: EnvBase, settings: EnvSettings) -> tuple[list[str], li
 def _make_one(backend: str, task: str, max_episode_steps: int | None, options: dict[str, Any]) -> EnvBase:
     env = {"gym": _make_gym, "dm_control": _make_dmc, "factory": _make_custom}[backend](task, options)
     transforms: list[Any] = []
-    leaves = [key for key in env.observation_spec.keys(True, True)]
+    leaves = list(env.observation_spec.keys(True, True))
     if backend == "dm_control":
         transforms.append(_flatten(env))
         leaves = ["observation"]
-    doubles = [key for key in leaves if backend == "dm_control" or env.observation_spec[key].dtype == torch.float64]
-    if doubles:
-        transforms.append(DoubleToFloat(in_keys=doubles))
-    if env.reward_spec.dtype == torch.float64:
-        transforms.append(DoubleToFloat(in_keys=["reward"]))
+    doubles: list[Any] = [key for key in leaves if backend == "dm_control" or _is_double(env.observation_spec[key])]
+    if _is_double(env.reward_spec):
+        doubles.append("reward")
+    actions = ["action"] if _is_double(env.action_spec) else []
+    if doubles or actions:
+        transforms.append(DoubleToFloat(in_keys=doubles, in_keys_inv=actions))
     if max_episode_steps is not None:
         transforms.append(StepCounter(max_steps=max_episode_steps))
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
+def _is_double(spec: TensorSpec) -> bool:
+    return spec.dtype == torch.float64
+
+
 def _flatten(env: EnvBase) -> CatTensors:
     spec = env.observation_spec
     # EnvPool flattens in the same way: in the order of the task, scalars as one feature.
-    keys = [key for key in spec.keys(True, True)]
+    keys = list(spec.keys(True, True))
     return CatTensors(in_keys=keys, out_key="observation", dim=-1, sort=False)
 
 
@@ -149,7 +167,7 @@ def _make_dmc(task: str, options: dict[str, Any]) -> EnvBase:
     try:
         from dm_control import suite
     except ImportError as error:
-        raise ImportError("env.backend=dm_control needs dm_control; install it with `pip install dm-control`.") from error
+        raise ImportError(f"env.backend=dm_control needs dm_control, got {error}; `pip install dm-control`.") from error
     from torchrl.envs import DMControlEnv
 
     wanted = task.split("-v")[0].replace("_", "").replace("-", "").lower()

@@ -62,9 +62,10 @@ def evaluate(
     Returns:
         Evaluation, optional: one return and one length per stream.
     """
-    with torch.random.fork_rng(), set_exploration_type(ExplorationType.DETERMINISTIC):
+    forked = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked), set_exploration_type(ExplorationType.DETERMINISTIC):
         env.set_seed(seed)
-        keys = [key for key in env.observation_spec.keys(True, True)]
+        keys = list(env.observation_spec.keys(True, True))
         root = env.reset()
         total = torch.zeros(env.batch_size, dtype=torch.float64)
         length = torch.zeros(env.batch_size, dtype=torch.int64)

@@ -2,230 +2,38 @@
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
 """FastSAC (arXiv 2512.01996): trains one of the presets in ``config/preset``; see README.md in this folder.
 
-    python sota_implementations/fast_sac/fast_sac.py preset=pendulum seed=1
+Example:
+    ``python sota_implementations/fast_sac/fast_sac.py preset=pendulum seed=1``
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 # TorchRL reads it when it is imported: its extension, which is not used here, is built for one torch release.
 os.environ.setdefault("RL_WARNINGS", "0")
 
 import hydra
-import torch
-from curves import draw_curve
-from env_factory import choose_backend
-from evaluation import evaluate
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from progress import Progress
-from records import Records
-from run_state import RunState
 from settings import Settings
-from utils import (
-    EVAL_SEED_OFFSET,
-    Every,
-    StopSignal,
-    make_collector,
-    make_device,
-    make_eval_env,
-    make_governor,
-    make_learner,
-    make_replay,
-    make_train_env,
-    mean,
-    seed_everything,
-)
-
-from torchrl_ext.collectors import UniformPolicy
+from trainer import Run
+from utils import StopSignal
 
 
-class Run:
-    """One training run: built from its settings, trained, evaluated, closed."""
-
-    def __init__(self, settings: Settings, folder: Path, *, title: str, overrides: list[str]) -> None:
-        self.settings, self.folder, self.title = settings, folder, title
-        device = make_device(settings.device)
-        if settings.torch_threads is not None:
-            torch.set_num_threads(settings.torch_threads)
-        seed_everything(settings.seed)
-        env = make_train_env(settings)
-        learner = make_learner(settings, env, device)
-        self.collector = make_collector(settings, env, learner)
-        replay = make_replay(settings, self.collector.layout, device)
-        self.state = RunState(task=settings.env.task, learner=learner, governor=make_governor(settings), replay=replay)
-        history = None if settings.resume_from is None else self.state.load(settings.resume_from)
-        self.eval_env = make_eval_env(settings)
-        self.records = Records(folder, settings.log.backends, history)
-        self.progress = Progress(
-            total_frames=settings.total_frames,
-            time_budget=settings.time_budget,
-            print_every=settings.log.print_every,
-        )
-        self._uniform = UniformPolicy(env.action_spec) if settings.collector.warm_up_actions == "uniform" else None
-        self._episodes: list = []
-        self._note = ""
-        self._announce(overrides)
-
-    def _announce(self, overrides: list[str]) -> None:
-        settings, say = self.settings, self.progress.say
-        env, learner, counters = settings.env, settings.learner, self.state.counters
-        say(f"{self.title}: {env.task} ({choose_backend(env)}), {env.num_envs} streams, {self.state.device}")
-        say(f"overrides: {' '.join(overrides) or 'none'}")
-        per_row = learner.updates_per_step / env.num_envs
-        gate = settings.collector.learning_starts
-        say(
-            f"update ratio: {learner.updates_per_step:g} gradient steps per vector step of {env.num_envs} rows, "
-            f"{per_row:g} per row, {per_row * learner.batch_size:g} replayed rows per collected row; none below "
-            f"{gate} rows, where the {'policy' if self._uniform is None else 'uniform distribution'} acts"
-        )
-        if settings.total_frames is not None:
-            expected = self.state.governor.expected(settings.total_frames)
-            say(f"expected updates: {expected} after {settings.total_frames} frames")
-        else:
-            say(f"expected updates: {per_row:g} per row after warm-up, for {settings.time_budget:g} s of training")
-        if settings.resume_from is not None:
-            say(
-                f"resumed from {settings.resume_from}: {counters.frames} frames, {self.state.governor.updates} updates, "
-                f"{len(self.state.replay)} rows in the replay"
-            )
-        say(f"writes to {self.folder}")
-
-    def train(self, stop: StopSignal) -> None:
-        """Collects and learns until a budget is used up or a signal came."""
-        settings, state, counters = self.settings, self.state, self.state.counters
-        should_log = Every(settings.log.every, counters.frames)
-        should_evaluate = Every(settings.eval.every, counters.frames)
-        should_save = Every(settings.checkpoint.every, counters.seconds)
-        started = time.monotonic() - counters.seconds
-        metrics: dict[str, torch.Tensor] = {}
-        while not stop.count and not self._is_done():
-            metrics = self.step() or metrics
-            counters.seconds = time.monotonic() - started
-            if should_log(counters.frames):
-                self._log(metrics)
-            if should_evaluate(counters.frames) and not self._is_done():
-                self.evaluate(stop)
-                counters.seconds = time.monotonic() - started
-            if should_save(counters.seconds):
-                self.save(with_replay=settings.checkpoint.replay)
-            self._show()
-        self._log(metrics)
-        self._show(final=True)
-
-    def step(self) -> dict[str, torch.Tensor]:
-        """Collects one run, stores it, takes the gradient steps that are due; returns the metrics of the last one."""
-        state, collector = self.state, self.collector
-        learning = state.governor.is_open(state.counters.frames)
-        # Only a policy that never learnt leaves the warm-up to uniform actions.
-        warm_up = self._uniform if not learning and state.learner.updates == 0 else None
-        run = collector.collect(warm_up)
-        state.learner.observe(collector.observations(run))
-        state.replay.extend_batch(run)
-        state.counters.frames += self.settings.env.num_envs * self.settings.collector.steps_per_run
-        due = state.governor.due(state.counters.frames)
-        metrics = state.learner.update_from(state.replay, due)
-        state.governor.count(due)
-        return metrics
-
-    def _is_done(self) -> bool:
-        settings, counters = self.settings, self.state.counters
-        by_frames = settings.total_frames is not None and counters.frames >= settings.total_frames
-        return by_frames or (settings.time_budget is not None and counters.seconds >= settings.time_budget)
-
-    def _log(self, metrics: dict[str, torch.Tensor]) -> None:
-        counters = self.state.counters
-        # The only reads of the device; a log interval apart, so that they cost nothing.
-        values = {f"learner/{name}": float(value.float().mean()) for name, value in metrics.items()}
-        episodes = self.collector.episodes.pop()
-        counters.episodes += len(episodes)
-        if episodes:
-            value = mean([episode.episode_return for episode in episodes])
-            values["train/return"] = value
-            values["train/length"] = mean([episode.length for episode in episodes])
-            self.records.point("train", frames=counters.frames, seconds=counters.seconds, value=value)
-            self._note = f"return {value:,.1f}"
-        values |= {"updates": self.state.governor.updates, "episodes": counters.episodes, "seconds": counters.seconds}
-        self.records.write(values, frames=counters.frames)
-
-    def _show(self, *, final: bool = False) -> None:
-        counters, updates = self.state.counters, self.state.governor.updates
-        self.progress.update(
-            seconds=counters.seconds, frames=counters.frames, updates=updates, note=self._note, final=final
-        )
-
-    def evaluate(self, stop: StopSignal) -> float | None:
-        """Evaluates, logs, keeps the best checkpoint; returns the mean return, None when a signal came."""
-        settings, counters = self.settings, self.state.counters
-        result = evaluate(
-            self.eval_env,
-            self.state.learner.policy,
-            seed=settings.seed + EVAL_SEED_OFFSET,
-            max_steps=settings.eval.max_steps,
-            device=self.state.device,
-            should_stop=lambda: stop.count > 0,
-        )
-        # Its pool's threads and memory are not needed until the next one.
-        if hasattr(self.eval_env, "task_id"):
-            self.eval_env.close()
-        if result is None:
-            return None
-        best = self.records.best()
-        values = {"eval/return": result.mean, "eval/length": result.mean_length, "eval/worst": min(result.returns)}
-        self.records.write(values, frames=counters.frames)
-        self.records.point("eval", frames=counters.frames, seconds=counters.seconds, value=result.mean)
-        self.progress.say(
-            f"evaluation at {counters.frames} frames: mean return {result.mean:.1f} over {len(result.returns)} episodes "
-            f"(worst {min(result.returns):.1f}, best {max(result.returns):.1f})"
-        )
-        if result.mean > best:
-            self._save_as("best", with_replay=False)
-        return result.mean
-
-    def save(self, *, with_replay: bool) -> None:
-        """Writes ``last.pt`` and the learning curve."""
-        self._save_as("last", with_replay=with_replay)
-        draw_curve(self.records.history, self.folder / "learning_curve.png", title=f"FastSAC, {self.settings.env.task}")
-
-    def _save_as(self, name: str, *, with_replay: bool) -> None:
-        path = self.folder / "checkpoints" / f"{name}.pt"
-        self.state.save(path, history=self.records.history, with_replay=with_replay)
-
-    def report(self, final_return: float | None) -> None:
-        """Says what was reached."""
-        counters, governor = self.state.counters, self.state.governor
-        expected = governor.expected(counters.frames)
-        ratio = governor.updates / expected if expected else 1.0
-        self.progress.say(
-            f"updates: {governor.updates} measured, {expected} expected for {counters.frames} frames (ratio {ratio:.4f})"
-        )
-        reached = "not evaluated" if final_return is None else f"final mean return {final_return:.1f}"
-        self.progress.say(f"{reached}; {counters.frames} frames, {counters.seconds:.1f} s of training, {self.folder}")
-
-    def close(self) -> None:
-        """Ends threads and processes, closes files; may be called twice."""
-        self.progress.close()
-        self.collector.close()
-        if not self.eval_env.is_closed:
-            self.eval_env.close()
-        self.records.close()
-
-
-def run(settings: Settings, folder: Path, *, title: str, overrides: list[str]) -> int:
-    """Trains, evaluates and saves; returns the exit code."""
-    job = Run(settings, folder, title=title, overrides=overrides)
+def run(job: Run) -> int:
+    """Trains, evaluates, saves and closes; returns the exit code."""
+    keep_replay = job.settings.checkpoint.replay
     try:
         with StopSignal() as stop:
             job.train(stop)
             final = None if stop.count else job.evaluate(stop)
             if stop.count:
                 job.progress.say("stopped by a signal: writing the checkpoint (once more: without the replay)")
-            job.save(with_replay=settings.checkpoint.replay and stop.count < 2)
+            job.save(with_replay=keep_replay and stop.count < 2)
             job.report(final)
             return stop.exit_code
     finally:
@@ -234,20 +42,21 @@ def run(settings: Settings, folder: Path, *, title: str, overrides: list[str]) -
 
 @hydra.main(version_base="1.3", config_path="config", config_name="fast_sac")
 def main(cfg: DictConfig) -> None:
-    """Command line: reads the configuration, reports what is wrong with it in one sentence."""
+    """Command line: what is wrong with a configuration is said in one sentence, before anything is started."""
     hydra_config = HydraConfig.get()
     try:
-        settings = Settings.from_dict(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-        code = run(
-            settings,
+        job = Run(
+            Settings.from_dict(OmegaConf.to_container(cfg, resolve=True)),  # type: ignore[arg-type]
             Path(hydra_config.runtime.output_dir),
             title=f"FastSAC preset {hydra_config.runtime.choices['preset']}",
             overrides=list(hydra_config.overrides.task),
         )
     except (ValueError, KeyError, ImportError, FileNotFoundError, MemoryError, OmegaConfBaseException) as error:
-        sys.stderr.write(f"fast_sac: {' '.join(str(error).split())}\n")
-        code = 2
-    if code:
+        # str of a KeyError is the repr of its message.
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        sys.stderr.write(f"fast_sac: {' '.join(str(message).split())}\n")
+        sys.exit(2)
+    if code := run(job):
         sys.exit(code)
 
 

@@ -39,9 +39,12 @@ class Progress:
             self._open_bar()
 
     def _open_bar(self) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
-        self._bar = Progress(BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), auto_refresh=False)
+        # One line on any terminal: a wrapped bar would leave its parts behind.
+        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        self._bar = Progress(BarColumn(bar_width=10), text, auto_refresh=False)
         self._task = self._bar.add_task("", total=1.0)
         self._bar.start()
 
@@ -70,16 +73,17 @@ class Progress:
         done = self._fraction(seconds, frames)
         self._measure(now, frames, updates)
         left = "?" if done <= 0 or seconds <= 0 else _clock(seconds * (1 - done) / done)
-        text = (
-            f"{frames:,} frames  {self._rates[0]:,.0f} frames/s  {updates:,} updates  {self._rates[1]:,.1f} updates/s  "
-            f"{_clock(seconds)} elapsed  {left} left  {note}"
-        )
+        per_frame, per_update = self._rates
         if self._bar is not None:
             self._last_draw = now
+            # 80 columns with the bar.
+            text = f"{100 * done:3.0f}%  {_short(frames)} frames {_short(per_frame)}/s  "
+            text += f"{_short(updates)} updates {_short(per_update)}/s  {left} left  {note}"
             self._bar.update(self._task, completed=done, description=text, refresh=True)
         else:
             self._last_line = now
-            self.say(f"{100 * done:5.1f} %  {text}")
+            text = f"{100 * done:5.1f} %  {frames:,} frames  {per_frame:,.0f} frames/s  {updates:,} updates  "
+            self.say(f"{text}{per_update:,.1f} updates/s  {_clock(seconds)} elapsed  {left} left  {note}".rstrip())
 
     def _fraction(self, seconds: float, frames: int) -> float:
         parts = [frames / self._total_frames if self._total_frames else 0.0]
@@ -91,8 +95,8 @@ class Progress:
             self._rate_from = (now, frames, updates)
             return
         since, frames_then, updates_then = self._rate_from
-        # Rates over two seconds at least: a bar that is redrawn often would show noise.
-        if now - since >= 2.0:
+        # Over two seconds, but for the first rate: a bar that is redrawn often would show noise.
+        if now - since >= (2.0 if any(self._rates) else 0.2):
             self._rates = (frames - frames_then) / (now - since), (updates - updates_then) / (now - since)
             self._rate_from = (now, frames, updates)
 
@@ -109,3 +113,10 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _short(number: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= 10 * size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:,.0f}"

@@ -80,9 +80,7 @@ class RunState:
             self._load(state)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).strip("'\"")
-            raise ValueError(f"resume_from: {path} must be a checkpoint of this task and configuration: {reason}") from (
-                error
-            )
+            raise ValueError(f"resume_from: {path} must be a checkpoint of this configuration: {reason}") from error
         return state["history"]
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -22,6 +22,9 @@ class EnvSettings:
     """EnvPool's threads; None is one per stream, at most the usable cores."""
     thread_affinity_offset: int | None
     max_episode_steps: int | None
+    """Agent steps after which an episode is truncated; None is the task's own limit."""
+    train_episode_steps: int | None
+    """The same for training alone; None is ``max_episode_steps``. Evaluations see the task as it is."""
     workers: Literal["serial", "parallel"]
     """Of other backends than EnvPool: all streams in this process, or one process each."""
     options: dict[str, Any] | None
@@ -109,6 +112,8 @@ class LearnerSettings:
     min_alpha: float | None
     target_entropy_ratio: float
     autocast: Literal["bf16"] | None
+    cuda_graph: bool
+    """On CUDA: one launch per gradient step."""
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "learner.batch_size", ">= 1", self.batch_size)

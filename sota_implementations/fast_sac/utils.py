@@ -127,6 +127,7 @@ def make_learner(settings: Settings, env: EnvBase, device: torch.device) -> Fast
         policy_frequency=opt.policy_frequency,
         max_grad_norm=opt.max_grad_norm,
         autocast=torch.bfloat16 if opt.autocast == "bf16" else None,
+        cuda_graph=opt.cuda_graph,
     )
 
 

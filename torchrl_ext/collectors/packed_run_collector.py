@@ -26,7 +26,7 @@ class PackedRunCollector:
     Cost        no allocation per step but the policy's; the environment's own loop is :meth:`EnvPoolEnv.step_into`.
 
     Args:
-        env (EnvPoolEnv): on the host. The collector resets it at the first :meth:`collect` and closes it.
+        env (EnvPoolEnv): on the host. The collector resets it (:meth:`start`) and closes it.
         policy (callable): reads observations ``[n]`` on ``policy_device`` and writes ``"action"``, ``[n, A]``.
 
     Keyword Args:
@@ -87,6 +87,13 @@ class PackedRunCollector:
         self._tail_leaves = self.layout.leaves(self._tail, self.layout.prefix)
         self._started = False
 
+    def start(self) -> None:
+        """Resets every stream unless that was done; :meth:`collect` does it too. The first reset may take long."""
+        if not self._started:
+            self.env.reset()
+            self.episodes.restart()
+            self._started = True
+
     def restart(self) -> None:
         """Resets every stream before the next run. Cut the replay's streams too (``end_streams``)."""
         self._started = False
@@ -101,10 +108,7 @@ class PackedRunCollector:
             PackedRun: ``[K, N]``, borrowed (see the class), with final observations and tail.
         """
         act = self.policy if policy is None else policy
-        if not self._started:
-            self.env.reset()
-            self.episodes.restart()
-            self._started = True
+        self.start()
         ended: list[tuple[int, Finals]] = []
         for step, row in enumerate(self._bound):
             finals = self.env.step_into(self._act(act), row)
@@ -117,12 +121,12 @@ class PackedRunCollector:
             leaf.copy_(observation.get(key))
         if not ended:
             return PackedRun(self.layout, self._bytes, tail=self._tail)
-        final_rows, finals = self._pack(ended)
-        step, last = ended[-1]
-        if step == self.num_steps - 1:
+        final_rows, packed = self._pack(ended)
+        last_step, last = ended[-1]
+        if last_step == self.num_steps - 1:
             # Those streams were reset: what follows their last row is its final observation.
-            self._tail[last.streams] = finals[-len(last.streams) :]
-        return PackedRun(self.layout, self._bytes, final_rows, finals, self._tail)
+            self._tail[last.streams] = packed[-len(last.streams) :]
+        return PackedRun(self.layout, self._bytes, final_rows, packed, self._tail)
 
     @torch.no_grad()
     def _act(self, act: Policy) -> torch.Tensor:
@@ -134,7 +138,7 @@ class PackedRunCollector:
 
     def _pack(self, ended: list[tuple[int, Finals]]) -> tuple[torch.Tensor, torch.Tensor]:
         final_rows = torch.cat([step * self.num_streams + finals.streams for step, finals in ended])
-        observations = torch.cat([finals.observations for _, finals in ended])
+        observations = TensorDict.cat([finals.observations for _, finals in ended])
         packed = torch.zeros(len(final_rows), self.layout.successor_bytes, dtype=torch.uint8)
         for key, leaf in self.layout.leaves(packed, self.layout.prefix).items():
             leaf.copy_(observations.get(key))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -24,7 +25,7 @@ class RunCollector:
 
     Args:
         env (EnvBase): with batch size ``[n]``, such as a ``SerialEnv`` or a ``ParallelEnv``. The collector resets it
-            at the first :meth:`collect` and closes it.
+            (:meth:`start`) and closes it.
         policy (callable): reads observations ``[n]`` on ``policy_device`` and writes ``"action"``, ``[n, A]``.
 
     Keyword Args:
@@ -64,9 +65,15 @@ class RunCollector:
         self.layout = record_layout(env, observation_keys)
         self.rows, self.episodes = 0, EpisodeTracker(self.num_streams)
         self._keys = record_keys(observation_keys)
-        self._observation_keys = [key for key in env.observation_spec.keys(True, True)]
+        self._observation_keys = list(env.observation_spec.keys(True, True))
         self._policy_device = None if policy_device is None else torch.device(policy_device)
-        self._root: TensorDictBase | None = None
+        self._root: Any = None
+
+    def start(self) -> None:
+        """Resets every stream unless that was done; :meth:`collect` does it too. The first reset may take long."""
+        if self._root is None:
+            self._root = self.env.reset()
+            self.episodes.restart()
 
     def restart(self) -> None:
         """Resets every stream before the next run. Cut the replay's streams too (``end_streams``)."""
@@ -82,12 +89,10 @@ class RunCollector:
             TensorDict: ``[K, N]``, the keys of :attr:`layout` and the successors under ``"next"``.
         """
         act = self.policy if policy is None else policy
-        if self._root is None:
-            self._root = self.env.reset()
-            self.episodes.restart()
+        self.start()
         rows = []
         for _ in range(self.num_steps):
-            self._root.set("action", self._act(act))
+            self._root.set("action", self._act(act, self._root))
             row, self._root = self.env.step_and_maybe_reset(self._root)
             outcome = row.get("next")
             done = outcome.get("done")
@@ -102,8 +107,8 @@ class RunCollector:
         return torch.stack(rows)
 
     @torch.no_grad()
-    def _act(self, act: Policy) -> torch.Tensor:
-        observation = self._root.select(*self._observation_keys)
+    def _act(self, act: Policy, root: TensorDictBase) -> torch.Tensor:
+        observation = root.select(*self._observation_keys)
         if self._policy_device is not None:
             observation = observation.to(self._policy_device)
         action = act(observation).get("action")

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from functools import lru_cache
 from types import ModuleType
 from typing import cast
@@ -20,7 +19,6 @@ from torchrl_ext.data.fields import Field
 _MOST_STREAMS = 16384
 _LANES = 256
 _ROWS = 8
-_MOST_GRAPHS = 4
 
 
 @lru_cache(maxsize=1)
@@ -52,24 +50,17 @@ def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:
 def sample(
     block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Draws transitions: packed rows, packed successors and the small leaves.
-
-    With torch's default generator the launches are replayed as one CUDA graph, which costs the host a tenth.
-    """
-    if generator is None and not torch.cuda.is_current_stream_capturing():
-        graph = _graph_of(block, span, count, n_steps, gamma)
-        if graph is not None:
-            return graph.replay().leaves()
-    out = _Outputs.allocate(block, count)
+    """Draws transitions: packed rows, packed successors and the small leaves."""
+    out = Outputs.allocate(block, count)
     if generator is None:
         out.wide.random_(0, 2**62)
     else:
         out.wide.copy_(torch.randint(2**62, (count,), generator=generator, device=generator.device), non_blocking=True)
-    _launch(block, span, out, n_steps, gamma)
+    launch(block, span, out, n_steps, gamma)
     return out.leaves()
 
 
-class _Outputs:
+class Outputs:
     """Everything a draw writes, carved from one allocation; only what :meth:`leaves` returns outlives it."""
 
     rows: torch.Tensor
@@ -103,10 +94,10 @@ class _Outputs:
     @staticmethod
     def nbytes(block: SlotBlock, count: int) -> int:
         """Bytes of the allocation, with room to align each part."""
-        return count * (block.layout.row_bytes + block.layout.successor_bytes + 72) + 9 * 16
+        return count * (block.layout.row_bytes + block.layout.successor_bytes + 72) // 16 * 16 + 10 * 16
 
     @classmethod
-    def allocate(cls, block: SlotBlock, count: int) -> _Outputs:
+    def allocate(cls, block: SlotBlock, count: int) -> Outputs:
         raw = torch.empty(cls.nbytes(block, count), dtype=torch.uint8, device=block.device)
         return cls(raw, block.layout.row_bytes, block.layout.successor_bytes, count)
 
@@ -116,66 +107,10 @@ class _Outputs:
         return self.rows, self.later, small
 
 
-class _Memory:
-    """Lends device memory to tensors; its reference count tells whether any of them still lives."""
-
-    def __init__(self, raw: torch.Tensor) -> None:
-        self._raw = raw
-        self.__cuda_array_interface__ = {
-            "shape": (raw.numel(),),
-            "typestr": "|u1",
-            "data": (raw.data_ptr(), False),
-            "version": 2,
-        }
-
-
-class _SampleGraph:
-    """One captured draw and the memory it writes, reused once no tensor of its last batch lives."""
-
-    def __init__(self, block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float) -> None:
-        self._block, self._count = block, count
-        self.memory = _Memory(torch.empty(_Outputs.nbytes(block, count), dtype=torch.uint8, device=block.device))
-        # What the graph reads by address must not be freed by a cache.
-        self._powers = powers(gamma, n_steps, block.device)
-        out = self._outputs()
-        _launch(block, span, out, n_steps, gamma)  # compiles, and leaves nothing to do but replay
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            out.wide.random_(0, 2**62)
-            _launch(block, span, out, n_steps, gamma, table=cast(tuple, block.sampleable)[0])
-
-    def _outputs(self) -> _Outputs:
-        raw = torch.as_tensor(self.memory, device=self._block.device)
-        return _Outputs(raw, self._block.layout.row_bytes, self._block.layout.successor_bytes, self._count)
-
-    @property
-    def free(self) -> bool:
-        # The attribute and the argument of getrefcount; a third reference is a tensor somebody holds.
-        return sys.getrefcount(self.memory) == 2
-
-    def replay(self) -> _Outputs:
-        _refresh(self._block)
-        self._graph.replay()
-        return self._outputs()
-
-
-def _graph_of(block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float) -> _SampleGraph | None:
-    """Returns a free captured draw, capturing one if there are few; None when all are in use."""
-    reward = None if span.reward is None else span.reward.offset
-    graphs = block.graphs.setdefault((reward, count, n_steps, gamma), [])
-    for graph in graphs:
-        if graph.free:
-            return graph
-    if len(graphs) >= _MOST_GRAPHS:
-        return None
-    _refresh(block)
-    graphs.append(_SampleGraph(block, span, count, n_steps, gamma))
-    return graphs[-1]
-
-
-def _launch(
-    block: SlotBlock, span: Span, out: _Outputs, n_steps: int, gamma: float, table: torch.Tensor | None = None
+def launch(
+    block: SlotBlock, span: Span, out: Outputs, n_steps: int, gamma: float, table: torch.Tensor | None = None
 ) -> None:
+    """Turns ``out.wide`` into transitions."""
     kernels, layout, count = _kernels(), block.layout, out.count
     geometry = _geometry(block, span)
     rows32, rows64 = block.rows.view(torch.int32), block.rows.view(torch.int64)
@@ -241,7 +176,8 @@ def _table(block: SlotBlock, geometry: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def _refresh(block: SlotBlock) -> None:
+def refresh(block: SlotBlock) -> None:
+    """Looks for sampleable ranges again if something was written."""
     if block.sampleable is None:
         _table(block, _geometry(block, None))
 

@@ -20,7 +20,7 @@ from tensordict import NestedKey
 
 from torchrl_ext.data._block import FINALS, HEAD, NEWEST, PENDING, SlotBlock
 from torchrl_ext.data.draws import Array, Draw, modulo
-from torchrl_ext.data.fields import Field
+from torchrl_ext.data.fields import Field, is_next, next_of
 from torchrl_ext.data.layout import FOLLOWED, HOLE, RowLayout
 from torchrl_ext.data.packing import END_KEYS
 
@@ -136,6 +136,24 @@ def follow(block: SlotBlock, draw: Draw[torch.Tensor], span: Span, n_steps: int,
     final = last.view(torch.int32)[:, (span.final_offset - span.start) // 4].clone()
     _part(last, span, reward).copy_(total)
     return Chain(steps, last_at, room, last.view(torch.uint8), final)
+
+
+def transition_leaves(layout: RowLayout, rows: torch.Tensor, later: torch.Tensor | None) -> dict:
+    """Returns the leaves of transitions by key: the rows' own, and the successors' (or last rows') under ``"next"``."""
+    leaves = layout.leaves(rows, layout.fields)
+    if later is None:
+        return leaves
+    if layout.derives:
+        successors = layout.leaves(later, layout.prefix).values()
+        leaves.update(zip(_next_keys(layout), successors, strict=True))
+    else:
+        leaves.update(layout.leaves(later, [field for field in layout.fields if is_next(field.key)]))
+    return leaves
+
+
+@lru_cache(maxsize=64)
+def _next_keys(layout: RowLayout) -> tuple[NestedKey, ...]:
+    return tuple(next_of(field.key) for field in layout.prefix)
 
 
 @lru_cache(maxsize=64)

@@ -13,10 +13,20 @@ from tensordict import NestedKey, TensorDict
 
 from torchrl_ext.data import _fused as fused
 from torchrl_ext.data._block import SlotBlock
-from torchrl_ext.data._gather import Chain, Span, follow, follow_numpy, powers, successors, successors_numpy
+from torchrl_ext.data._gather import (
+    Chain,
+    Span,
+    follow,
+    follow_numpy,
+    powers,
+    successors,
+    successors_numpy,
+    transition_leaves,
+)
+from torchrl_ext.data._graphs import graph_of
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
-from torchrl_ext.data.fields import Field, is_next, next_of
+from torchrl_ext.data.fields import Field
 from torchrl_ext.data.layout import RowLayout
 
 _NUMPY_REWARDS = (torch.float32, torch.float64)
@@ -89,6 +99,11 @@ def assemble_fused(
     span = _span(block.layout, reward_key, n_steps)
     if not fused.can_sample(block, span, n_steps):
         return None
+    own_device = device is None or device == block.device
+    if generator is None and own_device and not contiguous and not torch.cuda.is_current_stream_capturing():
+        graph = graph_of(block, span, count, n_steps, gamma)
+        if graph is not None:
+            return graph.replay()
     rows, later, small = fused.sample(block, span, count, n_steps, gamma, generator)
     return _finish(block.layout, rows, later, small, contiguous=contiguous, device=device, pool=pool)
 
@@ -107,22 +122,11 @@ def _finish(
         rows = rows.to(device, non_blocking=True)
         later = None if later is None else later.to(device, non_blocking=True)
         small = {key: leaf.to(device, non_blocking=True) for key, leaf in small.items()}
-    leaves = layout.leaves(rows, layout.fields)
-    if layout.derives:
-        leaves.update(
-            zip(_next_keys(layout), layout.leaves(cast(torch.Tensor, later), layout.prefix).values(), strict=True)
-        )
-    elif later is not None:
-        leaves.update(layout.leaves(later, [field for field in layout.fields if is_next(field.key)]))
+    leaves = transition_leaves(layout, rows, later)
     if contiguous:
         leaves = {key: _own_memory(leaf, pool) for key, leaf in leaves.items()}
     leaves.update(small)
     return layout.assemble(leaves, rows.shape[:1], rows.device), small
-
-
-@lru_cache(maxsize=64)
-def _next_keys(layout: RowLayout) -> tuple[NestedKey, ...]:
-    return tuple(next_of(field.key) for field in layout.prefix)
 
 
 @lru_cache(maxsize=64)

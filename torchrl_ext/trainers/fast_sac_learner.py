@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_ext.modules import EmpiricalNormalization, make_fast_sac_policy
 from torchrl_ext.objectives import FastSACLoss
+from torchrl_ext.trainers._captured_step import CapturedStep
 from torchrl_ext.trainers._state_check import check_like, check_optimizer
 
 
@@ -43,6 +44,8 @@ class FastSACLearner:
         policy_frequency (int): critic steps per actor step. Defaults to ``4``.
         max_grad_norm (float, optional): limit of the gradient norm of each network. Defaults to ``None``.
         autocast (torch.dtype, optional): dtype of matrix products, such as ``torch.bfloat16``. Defaults to ``None``.
+        cuda_graph (bool): on CUDA, replay the step as a graph, captured at the first update; every batch must then
+            have the same shapes. No effect on other devices. Defaults to ``False``.
 
     Raises:
         ValueError: if an option is out of range.
@@ -77,6 +80,7 @@ class FastSACLearner:
         policy_frequency: int = 4,
         max_grad_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         if policy_frequency < 1 or not 0 < tau <= 1 or (max_grad_norm is not None and max_grad_norm <= 0):
             raise ValueError(
@@ -87,11 +91,13 @@ class FastSACLearner:
         self.tau, self.policy_frequency, self.max_grad_norm = tau, policy_frequency, max_grad_norm
         self.autocast = autocast
         self.updates = 0
-        self._critic, self._actor = loss.critic_parameters(), loss.actor_parameters()
+        self._critic: list[Tensor] = [*loss.critic_parameters()]
+        self._actor: list[Tensor] = [*loss.actor_parameters()]
         self._target = loss.target_parameters()
         self.device = self._actor[0].device
         # Fused: a third of the time of the for-each version on a CPU.
-        options: dict[str, Any] = {"betas": tuple(betas), "fused": True}
+        self.cuda_graph = cuda_graph and self.device.type == "cuda"
+        options: dict[str, Any] = {"betas": tuple(betas), "fused": True, "capturable": self.cuda_graph}
         groups = [{"params": self._critic, "lr": critic_lr, "weight_decay": weight_decay}]
         if alpha := loss.alpha_parameters():
             groups.append({"params": alpha, "lr": alpha_lr, "weight_decay": 0.0})
@@ -99,6 +105,7 @@ class FastSACLearner:
         self.actor_optimizer = torch.optim.AdamW(self._actor, lr=actor_lr, weight_decay=weight_decay, **options)
         self.policy: TensorDictModule = make_fast_sac_policy(loss.actor_network, normalizer)
         self._metrics: dict[str, Tensor] = {}
+        self._captured: CapturedStep | None = None
 
     def observe(self, run: TensorDictBase) -> None:
         """Counts every collected row once in the observation statistics.
@@ -119,9 +126,33 @@ class FastSACLearner:
                 :class:`~torchrl_ext.data.SlotReplayBuffer`, on the learner's device.
 
         Returns:
-            dict[str, Tensor]: detached, 0-d, on the device: ``loss_critic``, ``loss_alpha``, ``loss_actor`` (of the
-            newest actor step), ``alpha``, ``entropy``, ``q_target`` and ``td_error``.
+            dict[str, Tensor]: detached, on the device, none of them reused: ``loss_critic``, ``loss_alpha``, ``alpha``
+            and ``loss_actor`` (of the newest actor step), 0-d; ``entropy``, ``q_target`` and ``td_error``, ``[B]``.
         """
+        self._advance(batch)
+        return self._owned_metrics()
+
+    def update_from(self, replay: ReplayBuffer, updates: int) -> dict[str, Tensor]:
+        """Samples and takes ``updates`` gradient steps; returns the metrics of the last one (none for 0)."""
+        for _ in range(updates):
+            self._advance(replay.sample())
+        return self._owned_metrics() if updates else {}
+
+    def _advance(self, batch: TensorDictBase) -> None:
+        with_actor = (self.updates + 1) % self.policy_frequency == 0
+        if self.cuda_graph and self._captured is None:
+            self._captured = CapturedStep(
+                self._step, batch, changed=self._changed, forget_gradients=self._forget_gradients
+            )
+        self._metrics.update((self._captured or self._step)(batch, with_actor))
+        self.updates += 1
+
+    def _owned_metrics(self) -> dict[str, Tensor]:
+        if self._captured is None:
+            return dict(self._metrics)
+        return {name: value.clone() for name, value in self._metrics.items()}
+
+    def _step(self, batch: TensorDictBase, with_actor: bool) -> dict[str, Tensor]:
         loss = self.loss
         if self.normalizer is not None:
             batch = self.normalizer.normalize_transition(batch)
@@ -134,38 +165,41 @@ class FastSACLearner:
         self.critic_optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self._target, self._critic, self.tau)
-        self.updates += 1
-        if self.updates % self.policy_frequency == 0:
+        metrics = {
+            "loss_critic": loss_critic.detach(),
+            "loss_alpha": loss_alpha.detach(),
+            "alpha": temperature["alpha"],
+            "entropy": temperature["entropy"],
+            "q_target": critic["target_value"],
+            "td_error": critic["td_error"],
+        }
+        if with_actor:
             with self._casting():
                 loss_actor, _ = loss.actor_loss(batch)
             self.actor_optimizer.zero_grad()
             loss_actor.backward()
             self._clip(self._actor)
             self.actor_optimizer.step()
-            self._metrics["loss_actor"] = loss_actor.detach()
-        self._metrics.update(
-            loss_critic=loss_critic.detach(),
-            loss_alpha=loss_alpha.detach(),
-            alpha=temperature["alpha"],
-            entropy=temperature["entropy"],
-            q_target=critic["target_value"],
-            td_error=critic["td_error"],
-        )
-        return dict(self._metrics)
-
-    def update_from(self, replay: ReplayBuffer, updates: int) -> dict[str, Tensor]:
-        """Samples and takes ``updates`` gradient steps; returns the metrics of the last one (none for 0)."""
-        metrics: dict[str, Tensor] = {}
-        for _ in range(updates):
-            metrics = self.update(replay.sample())
+            metrics["loss_actor"] = loss_actor.detach()
         return metrics
+
+    def _changed(self) -> list[Tensor]:
+        tensors = [*self.loss.parameters(), *self._target, *self.loss.buffers()]
+        for optimizer in (self.critic_optimizer, self.actor_optimizer):
+            for moments in optimizer.state.values():
+                tensors += [value for value in moments.values() if isinstance(value, Tensor)]
+        return tensors
+
+    def _forget_gradients(self) -> None:
+        self.critic_optimizer.zero_grad(set_to_none=True)
+        self.actor_optimizer.zero_grad(set_to_none=True)
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
 
-    def _clip(self, parameters: list[torch.nn.Parameter]) -> None:
+    def _clip(self, parameters: list[Tensor]) -> None:
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
 
@@ -199,6 +233,7 @@ class FastSACLearner:
             ValueError: if the state has other parts, shapes or dtypes. Nothing was changed.
         """
         self.check_state_dict(state)
+        self._captured = None  # it holds the optimizers' old moments
         self.loss.load_state_dict(state["loss"])
         if self.normalizer is not None:
             self.normalizer.load_state_dict(state["normalizer"])

@@ -93,7 +93,7 @@ class UpdateGovernor:
             ValueError: if a counter is missing or negative. Nothing was changed.
         """
         names = ("updates", "base_rows", "base_updates")
-        values = [state.get(name) for name in names]
+        values: list[Any] = [state.get(name) for name in names]
         if not all(isinstance(value, int) and value >= 0 for value in values):
             raise ValueError(
                 f"UpdateGovernor: the state must have the counters {list(names)}, got {dict(state)}. "
