@@ -322,6 +322,13 @@ class TestReplayCases:
         ended = view["next", "done"].squeeze(-1)
         assert torch.equal(ended.long(), source.fields[4])
         assert torch.equal(ended.flatten().nonzero().squeeze(-1), packed.final_rows)
+
+    def test_peer_gets_the_same_final_observations(self):
+        pytest.importorskip("motrix_rl_builtin", reason="the peer comes with benchmarks/requirements-peers.txt")
+        from benchmarks.cases.replay_sources import make_source
+
+        source = make_source(TINY, CPU, ended=True, seed=3)
+        packed = source.packed
         finals = packed.layout.view_successors(packed.finals)
         payloads = [payload for payload in source.payloads if payload is not None]
         assert torch.equal(torch.cat([payload.obs for payload in payloads]), finals["observation"])

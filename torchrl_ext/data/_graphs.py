@@ -54,7 +54,7 @@ class SampleGraph:
         rows, later, small = out.leaves()
         leaves: dict[NestedKey, torch.Tensor] = {**transition_leaves(block.layout, rows, later), **small}
         self._small = tuple(small)
-        self._plan: list[tuple[NestedKey, torch.dtype, Any, Any, int]] = [
+        self._plan: list[tuple[NestedKey, torch.dtype, Any, Any, Any]] = [
             (key, leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset()) for key, leaf in leaves.items()
         ]
 
