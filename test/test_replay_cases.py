@@ -341,6 +341,16 @@ class TestCase8SavedAndLoaded:
         for _ in range(5):
             assert flat_rows(new.sample()) == flat_rows(old.sample())
 
+    def test_saved_buffer_holds_no_pickle(self, tmp_path):
+        """No file of a save runs code when it is read."""
+        buffer = make_buffer(6, 3, 3, batch_size=8, prefetch=2)
+        buffer.extend_batch(steps(0, 5, 3))
+        buffer.sample()
+        buffer.dumps(tmp_path / "saved")
+        assert not list((tmp_path / "saved").rglob("*.pkl"))
+        for path in (tmp_path / "saved").rglob("*.pt"):
+            torch.load(path, weights_only=True)
+
 
 def rewarded(ends: str | None = None) -> TensorDict:
     """Rewards 1, 2, 3 (then 4), observations 0, 1, 2, 3; ``ends`` flags the second step, whose successor is 2."""

@@ -34,8 +34,8 @@ class Span:
     reward: Field | None
     flags: tuple[Field, ...]
     final_offset: int
-    patches: tuple[tuple[int, int], ...]
-    """Byte ranges of a row, relative to ``start``, that an n-step transition takes from the last row used."""
+    patches: tuple[tuple[torch.dtype, int, int], ...]
+    """What an n-step transition takes from the last row used: aligned words, at which column of a row and of a span."""
     flag_range: tuple[int, int] | None
     """The bytes of a row that the flags fill alone; None when something lies between them."""
 
@@ -48,19 +48,34 @@ class Span:
         start = min([layout.final_offset, *(field.offset for field in needed)]) // 16 * 16
         stop = max([layout.final_offset + 4, *(field.offset + field.nbytes for field in needed)])
         # Reward and flags are neighbours unless another small field sorts between them.
-        first, last = (
-            min(f.offset for f in needed) if needed else 0,
-            max((f.offset + f.nbytes for f in needed), default=0),
-        )
+        first = min((f.offset for f in needed), default=0)
+        last = max((f.offset + f.nbytes for f in needed), default=0)
         if any(first <= field.offset < last and field not in needed for field in layout.fields):
-            patches = tuple((f.offset - start, f.offset - start + f.nbytes) for f in needed)
+            ranges = [(f.offset, f.offset + f.nbytes) for f in needed]
         else:
-            patches = ((first - start, last - start),)
+            # What pads the row up to ``final`` may be copied along.
+            ends_row = all(field.offset + field.nbytes <= last for field in layout.fields)
+            ranges = [(first, layout.final_offset if ends_row else last)]
+        patches = tuple(word for span_range in ranges for word in _words(*span_range, start))
         flag_range = (min((f.offset for f in flags), default=0), max((f.offset + f.nbytes for f in flags), default=0))
         between = any(flag_range[0] <= f.offset < flag_range[1] and f not in flags for f in layout.fields)
         return cls(
             start, -(-stop // 16) * 16, reward, flags, layout.final_offset, patches, None if between else flag_range
         )
+
+
+def _words(first: int, last: int, start: int) -> list[tuple[torch.dtype, int, int]]:
+    """Cuts a byte range into the widest aligned words: copying a column of bytes costs three times one of words."""
+    words = []
+    while first < last:
+        dtype = next(
+            dtype
+            for dtype in (torch.int64, torch.int32, torch.uint8)
+            if first % dtype.itemsize == 0 and first + dtype.itemsize <= last
+        )
+        words.append((dtype, first // dtype.itemsize, (first - start) // dtype.itemsize))
+        first += dtype.itemsize
+    return words
 
 
 @dataclass

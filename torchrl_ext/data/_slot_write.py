@@ -107,10 +107,12 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
         block = grow(storage, finals=plan.needed)
     positions = block.np_positions
     block.sampleable = None
-    # What a reader without the lock needs: RESERVED first and HEAD last, so that it can tell a write under way
-    # (RESERVED != HEAD) from one that is done, pending successors included.
-    positions[RESERVED, columns] += num_steps
-    positions[NEWEST, columns] = UNKNOWN
+    watched = storage.has_other_writers
+    if watched:
+        # What a reader without the lock needs: RESERVED first and HEAD last, so that it can tell a write under way
+        # (RESERVED != HEAD) from one that is done, pending successors included.
+        positions[RESERVED, columns] += num_steps
+        positions[NEWEST, columns] = UNKNOWN
     copy_rows(block, run, ends, columns, num_steps, first)
     if plan.promoted is not None:
         promote(block, plan.promoted)
@@ -118,6 +120,8 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
         write_finals(block, plan, ends)
     heads = first + num_steps
     positions[NEWEST, columns] = newest_state(block, ends, columns, heads)
+    if not watched:
+        positions[RESERVED, columns] = heads
     positions[HEAD, columns] = heads
     return SlotHandle(first, num_steps, columns, block.capacity)
 

@@ -75,10 +75,11 @@ def assemble(
     if chain.steps is not None:
         # The gathered rows are this batch's own: the return and the last flags replace the row's in place.
         last = torch.as_tensor(chain.span)
-        for start, stop in span.patches:
-            rows[:, span.start + start : span.start + stop].copy_(last[:, start:stop])
+        for dtype, row_word, span_word in span.patches:
+            taken = last.view(dtype)[:, span_word]
+            rows.view(dtype)[:, row_word].copy_(taken)
             if later is not None and not layout.derives:
-                later[:, span.start + start : span.start + stop].copy_(last[:, start:stop])
+                later.view(dtype)[:, row_word].copy_(taken)
     small = _small(chain, draw, n_steps, gamma, block.device)
     return _finish(layout, rows, later, small, contiguous=contiguous, device=device, pool=pool)
 

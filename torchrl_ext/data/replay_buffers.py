@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_ext.data._prefetch_state import read_prefetch, write_prefetch
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.packing import PackedRun
@@ -107,6 +109,12 @@ class SlotReplayBuffer(ReplayBuffer):
             self._sampler._empty()
             self.set_rng(self._rng)
         return previous
+
+    def _dump_prefetch_state(self, path: Path, prefetch_state: dict[str, Any]) -> None:
+        write_prefetch(path, prefetch_state)
+
+    def _load_prefetch_state(self, path: Path) -> dict[str, Any] | None:
+        return read_prefetch(path)
 
     # ------------------------------------------------------------------ writing
 
