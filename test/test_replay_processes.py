@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from tensordict import TensorDict
 
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.data.positions import snapshot, undisturbed
 
 STREAMS, CAPACITY, DEADLINE = 4, 16, 60.0
 
@@ -104,3 +105,18 @@ def test_reopened_file_has_the_rows_and_positions(tmp_path):
 def test_file_is_readable_by_its_owner_alone(tmp_path):
     make_storage("file", tmp_path)
     assert (tmp_path / "replay").stat().st_mode & 0o077 == 0
+
+
+def test_reader_drops_what_another_process_cut_or_emptied_meanwhile(tmp_path):
+    """Forced: the cut and the emptying happen between the reader's two looks at the positions."""
+    storage = make_storage("shared", tmp_path)
+    storage.extend_batch(run(0, 8))
+    newest, oldest = torch.tensor([[7, 0]]), torch.tensor([[0, 0]])
+    generation = torch.zeros(1, dtype=torch.int64)
+    before = snapshot(storage.block)
+    assert undisturbed(storage.block, before, newest, generation, 1)
+    storage.end_streams()
+    assert not undisturbed(storage.block, before, newest, generation, 1), "its successor moved to the side table"
+    assert undisturbed(storage.block, before, oldest, generation, 1)
+    storage.empty()
+    assert not undisturbed(storage.block, before, oldest, generation, 1), "the row is dead"

@@ -68,13 +68,13 @@ def undisturbed(
 ) -> bool:
     """Tells whether rows read since ``before`` were safe from writers in other processes.
 
-    A row is safe when no step reserved by now overwrites it. In a stream where a write was under way, the rows whose
-    return may have reached the newest two are not: the successor of the newest changes with every write, and the one
-    before it counts as the newest while the write hides that.
+    A row is safe when it still lives and no step reserved by now overwrites it. In a stream that was written or cut
+    meanwhile, the rows whose return may have reached the newest two are not: the successor of the newest changes with
+    every write and cut, and the one before it counts as the newest while a write hides that.
     """
     now = block.np_positions
     slot, stream = index.cpu().numpy().T
     step = generation.cpu().numpy() * block.capacity + slot
-    busy = (now[RESERVED] != before[RESERVED]) | (before[RESERVED] != before[HEAD])
-    kept = step >= now[RESERVED, stream] - block.capacity
+    busy = (now != before).any(0) | (before[RESERVED] != before[HEAD])
+    kept = step >= np.maximum(now[TAIL, stream], now[RESERVED, stream] - block.capacity)
     return bool((kept & (~busy[stream] | (step + n_steps + 1 < before[HEAD, stream]))).all())
