@@ -71,10 +71,11 @@ class TestTwoProcesses:
         process = context.Process(target=write_until_told, args=(storage, started, stop), daemon=True)
         process.start()
         assert started.wait(DEADLINE), "the writer wrote nothing"
-        end = time.monotonic() + 3.0
+        end = time.monotonic() + DEADLINE
         batches = 0
         try:
-            while time.monotonic() < end:
+            while batches < 200 or int(storage.head[0]) < 10 * CAPACITY:
+                assert time.monotonic() < end, f"{batches} batches and head {storage.head[0]} after {DEADLINE} s"
                 sample = buffer.sample()
                 t = sample["observation"][:, :1]
                 assert torch.equal(sample["observation"], t.expand(-1, 64)), "fields of two steps in one row"
@@ -88,8 +89,6 @@ class TestTwoProcesses:
             stop.set()
             process.join(DEADLINE)
         assert not process.is_alive(), "the writer did not stop"
-        assert batches > 100, f"only {batches} batches in 3 s"
-        assert int(storage.head[0]) > 10 * CAPACITY, "the writer never lapped the reader"
 
 
 def test_reopened_file_has_the_rows_and_positions(tmp_path):
