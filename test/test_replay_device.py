@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from tensordict import TensorDict
 from test_replay_cases import flat_rows
-from test_replay_model import Config, EndStreams, Run, model, programs, run_program
+from test_replay_model import Config, Empty, EndStreams, Run, model, programs, run_program
 
 from torchrl_ext.data import PackedRun, RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler, _fused
 from torchrl_ext.data._block import SlotBlock
@@ -62,6 +62,13 @@ class TestAnyProgramOnTheDevicePath:
     def test_cut_before_the_successor_is_known_leaves_a_hole(self, device, form):
         ops = [Run(form, ("-..", "-..")), EndStreams(0, 2), Run("td", ("/..", "/T."))]
         run_on(device, Config("small", 6, 2), ops)
+
+    @pytest.mark.parametrize("device", ["host memory", pytest.param("cuda", marks=gpu)])
+    def test_runs_that_need_one_copy_alternate_with_runs_that_need_more(self, device):
+        plain = Run("packed_bare", ("-..", "-.T"))
+        block, tailed, cut = Run("packed_bare", ("-.",)), Run("packed", ("-.X", "-..")), EndStreams(0, 1)
+        ops = [plain] * 6 + [tailed, plain, plain, block, plain, plain, cut, plain, plain, Empty(), plain, plain]
+        run_on(device, Config("small", 7, 2), ops)
 
 
 def filled(device: str, num_streams: int = 64, *, capacity: int = 32, seed: int = 0) -> SlotReplayBuffer:

@@ -168,6 +168,7 @@ class SlotBlock:
         ints = block[: 8 * num * (POSITION_ROWS + finals + holes)].view(torch.int64)
         positions, final_step, hole_step = ints.split([POSITION_ROWS * num, finals * num, holes * num])
         self.positions = positions.view(POSITION_ROWS, num)
+        self.heads = self.positions[: RESERVED + 1]  # HEAD and RESERVED, which a device write moves together
         self.final_step = final_step.view(num, finals)
         self.hole_step = hole_step.view(num, holes)
         row_bytes = self.layout.row_bytes
@@ -200,6 +201,8 @@ class SlotBlock:
         # The writing process knows heads and tails without asking; which newest rows are cut only the device knows, so
         # the mirror of NEWEST says PENDING where a successor may be pending.
         self.np_positions = self.positions.cpu().numpy().copy()
+        #: The step at which all streams stand without a pending successor; None where that is not known.
+        self.settled_at: int | None = None
         self.cut_unknown = bool((self.hole_step >= 0).any())
         self.room = 0
 

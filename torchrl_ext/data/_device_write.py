@@ -30,7 +30,7 @@ from torchrl_ext.data._block import (
     UNKNOWN,
     SlotBlock,
 )
-from torchrl_ext.data._slot_write import copy_rows
+from torchrl_ext.data._slot_write import copy_rows, put
 from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.grouping import rank_in_group
 from torchrl_ext.data.handles import SlotHandle
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 
 def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) -> SlotHandle:
     """Writes a checked run; the same outcome as :func:`torchrl_ext.data._slot_write.write_run`."""
+    if isinstance(run, PackedRun) and _is_plain(block, run, columns):
+        return _append(block, run, columns)
     layout, host = block.layout, block.np_positions
+    block.settled_at = None
     num_steps = run.rows.shape[0] if isinstance(run, PackedRun) else run.num_steps
     first = host[HEAD, columns].copy()
     # With a whole lap or more the newest row dies in this write, and its successor with it.
@@ -70,12 +73,40 @@ def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) 
         listed.write(block)
     elif masked is not None and successors is not None:
         _write_masked(block, successors, masked, columns, num_steps)
-    block.positions[: RESERVED + 1, columns].add_(num_steps)
+    block.heads[:, columns].add_(num_steps)
     host[: RESERVED + 1, columns] += num_steps
     block.sampleable = None
     if successors is not None:
         tail = pack_successors(layout, {key: leaf[-1] for key, leaf in successors.items()})
     _write_newest(block, tail, columns)
+    heads = host[HEAD]
+    if (heads == heads[0]).all() and (host[NEWEST] == UNKNOWN).all():
+        block.settled_at = int(heads[0])
+    return SlotHandle(first, num_steps, columns, block.capacity)
+
+
+def _is_plain(block: SlotBlock, run: PackedRun, columns: slice) -> bool:
+    """Whether nothing but one copy is to do: no ends, no pending successors before or after, no wrap."""
+    at = block.settled_at
+    return (
+        at is not None
+        and run.tail is None
+        and (run.final_rows is None or not len(run.final_rows))
+        and columns.stop - columns.start == block.num_streams
+        and at % block.capacity + run.rows.shape[0] <= block.capacity
+    )
+
+
+def _append(block: SlotBlock, run: PackedRun, columns: slice) -> SlotHandle:
+    # The common write of a learner on a GPU, where each host call that is saved counts.
+    start, num_steps = cast(int, block.settled_at), run.rows.shape[0]
+    slot = start % block.capacity
+    put(block.layout, run, run, block.ring[slot : slot + num_steps], 0)
+    block.heads.add_(num_steps)
+    first = block.np_positions[HEAD].copy()
+    block.np_positions[: RESERVED + 1] += num_steps
+    block.settled_at = start + num_steps
+    block.sampleable = None
     return SlotHandle(first, num_steps, columns, block.capacity)
 
 
@@ -284,5 +315,5 @@ def cut_streams_on_device(storage: SlotStorage, columns: slice) -> None:
     block.positions[HOLES, columns] += lost
     block.positions[NEWEST, columns] = torch.where(promoted | lost, CUT, state)
     host[NEWEST, columns] = CUT
-    block.sampleable = None
+    block.sampleable = block.settled_at = None
     block.cut_unknown = block.cut_unknown or bool(lost.any())

@@ -133,9 +133,9 @@ def copy_rows(
     if in_step(first):
         start, take = int(first[0] + dropped) % block.capacity, num_steps - dropped
         ahead = min(take, block.capacity - start)
-        _put(block.layout, run, ends, block.ring[start : start + ahead, columns], dropped)
+        put(block.layout, run, ends, block.ring[start : start + ahead, columns], dropped)
         if ahead < take:
-            _put(block.layout, run, ends, block.ring[: take - ahead, columns], dropped + ahead)
+            put(block.layout, run, ends, block.ring[: take - ahead, columns], dropped + ahead)
         return
     # Streams at different steps: one scatter of whole rows in 16-byte words.
     if isinstance(run, PackedRun):
@@ -143,7 +143,7 @@ def copy_rows(
     else:
         shape = (num_steps - dropped, run.num_streams, block.layout.row_bytes)
         rows = torch.zeros(shape, dtype=torch.uint8, device=block.device)
-        _put(block.layout, run, ends, rows, dropped)
+        put(block.layout, run, ends, rows, dropped)
     slots = (first + np.arange(dropped, num_steps)[:, None]) % block.capacity
     at = slots * block.num_streams + np.arange(columns.start, columns.stop)
     words = rows.view(block.words.dtype).flatten(0, 1)
@@ -151,7 +151,7 @@ def copy_rows(
     block.words.index_copy_(0, index, words.to(block.device, non_blocking=True))
 
 
-def _put(layout: RowLayout, run: Run | PackedRun, ends: Ends | PackedRun, rows: torch.Tensor, first: int) -> None:
+def put(layout: RowLayout, run: Run | PackedRun, ends: Ends | PackedRun, rows: torch.Tensor, first: int) -> None:
     steps = slice(first, first + rows.shape[0])
     if isinstance(run, PackedRun):
         source = run.rows[steps]

@@ -253,7 +253,7 @@ class SlotStorage(SavedState):
                 for row in (TAIL, RESERVED, HEAD):
                     positions[row] = start
                 positions[NEWEST] = UNKNOWN
-            self._block.sampleable = None
+            self._block.sampleable = self._block.settled_at = None
             self._bump_mutation_revision()
 
     def _empty(self) -> None:
