@@ -4,11 +4,13 @@
 
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.fields import Field
+from torchrl_ext.data.grouping import RowGroups, group_rows
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun
 from torchrl_ext.data.replay_buffers import SlotReplayBuffer
 from torchrl_ext.data.samplers import TransitionSampler
+from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.storages import SlotStorage
 from torchrl_ext.data.writers import SlotWriter
 
@@ -16,10 +18,13 @@ __all__ = [
     "BatchPool",
     "Field",
     "PackedRun",
+    "RowGroups",
     "RowLayout",
     "SlotHandle",
     "SlotReplayBuffer",
+    "SlotSampler",
     "SlotStorage",
     "SlotWriter",
     "TransitionSampler",
+    "group_rows",
 ]

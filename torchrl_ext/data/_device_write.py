@@ -32,7 +32,7 @@ from torchrl_ext.data._block import (
 )
 from torchrl_ext.data._slot_write import copy_rows, put
 from torchrl_ext.data.fields import next_of
-from torchrl_ext.data.grouping import rank_in_group
+from torchrl_ext.data.grouping import group_rows
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR
 from torchrl_ext.data.packing import Ends, PackedRun, Run, cuts, differ, pack_successors
@@ -225,13 +225,11 @@ def _listed(block: SlotBlock, run: PackedRun, columns: slice, first: np.ndarray,
     if run.final_rows is None or not len(run.final_rows) or not block.layout.derives:
         return None
     step, stream = np.divmod(run.final_rows.numpy(), columns.stop - columns.start)
-    order, rank = rank_in_group(stream)
-    kept = step[order] >= num_steps - block.capacity
-    if not kept.all():
-        order = order[kept]
-        if not len(order):
-            return None
-        _, rank = rank_in_group(stream[order])
+    kept = np.flatnonzero(step >= num_steps - block.capacity)
+    if not len(kept):
+        return None
+    groups = group_rows(stream[kept], columns.stop - columns.start)
+    order, rank = kept[groups.order], groups.rank[groups.order]
     stream = stream[order]
     finals = cast(torch.Tensor, run.finals)  # a checked run has as many as rows are listed
     return _Listed(finals, stream + columns.start, first[stream] + step[order], rank, order)

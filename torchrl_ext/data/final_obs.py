@@ -20,7 +20,7 @@ import torch
 
 from torchrl_ext.data._block import CUT, FINALS, HEAD, NEWEST, PENDING, TAIL, UNKNOWN, SlotBlock
 from torchrl_ext.data.fields import next_of
-from torchrl_ext.data.grouping import rank_in_group
+from torchrl_ext.data.grouping import group_rows
 from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR
 from torchrl_ext.data.packing import Ends, PackedRun, Run, differ
 
@@ -36,6 +36,8 @@ class FinalPlan:
     streams: np.ndarray | None = None
     steps: np.ndarray | None = None
     sequence: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    """How many finals each stream of the storage gets; None when none gets two."""
     needed: int = 0
     """Entries per stream that the write needs, the pending one included; 0 when the table is known to suffice."""
 
@@ -75,10 +77,8 @@ def plan_finals(
         plan.sequence += also
         most = int(also.any())
     if len(stream) and np.bincount(stream).max() > 1:
-        order, rank = rank_in_group(stream)
-        step, stream = step[order], stream[order]
-        plan.order = order if plan.order is None else plan.order[order]
-        plan.sequence = plan.sequence[order] + rank
+        _, rank, plan.counts = group_rows(stream, block.num_streams)
+        plan.sequence += rank
         most += int(rank.max())
     plan.streams, plan.steps = stream, first[stream - columns.start] + step
     plan.needed = max(plan.needed, needed_entries(block, stream, plan.sequence, num_steps, most))
@@ -163,7 +163,10 @@ def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> N
     )
     block.np_final[steps % block.capacity * block.num_streams + streams] = place
     block.np_final_step[streams, place] = steps
-    block.np_positions[FINALS, streams] = sequence + 1
+    if plan.counts is None:
+        block.np_positions[FINALS, streams] = sequence + 1
+    else:
+        block.np_positions[FINALS] += plan.counts
 
 
 def in_step(heads: np.ndarray) -> bool:

@@ -23,6 +23,7 @@ from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.packing import PackedRun
 from torchrl_ext.data.positions import snapshot, undisturbed
 from torchrl_ext.data.samplers import TransitionSampler
+from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.storages import SlotStorage
 from torchrl_ext.data.writers import SlotWriter
 
@@ -222,7 +223,7 @@ class SlotReplayBuffer(ReplayBuffer):
                 self.contiguous, self.sample_device = before
 
     def _sample(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]]:
-        if not isinstance(self._sampler, TransitionSampler):
+        if not isinstance(self._sampler, SlotSampler):
             data, info = super()._sample(batch_size)
             index = info["index"]
             info["index"] = torch.stack(index, -1) if isinstance(index, tuple) else index
@@ -243,14 +244,14 @@ class SlotReplayBuffer(ReplayBuffer):
         storage = self._storage
         options = {"contiguous": self.contiguous, "device": self.sample_device, "pool": self._pool}
         if not storage.has_other_writers:
-            return self._sampler.transitions(storage, batch_size, **options)
+            return self._sampler.draw_batch(storage, batch_size, **options)
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             before = snapshot(storage.block) if storage.initialized else None
-            data, info = self._sampler.transitions(storage, batch_size, **options)
+            data, info = self._sampler.draw_batch(storage, batch_size, **options)
             handles = info["index"], info["index_generation"]
             # Only a storage without rows has no positions to compare, and drawing from that one raises.
-            if undisturbed(storage.block, cast(np.ndarray, before), *handles, self._sampler.n_steps):
+            if undisturbed(storage.block, cast(np.ndarray, before), *handles, self._sampler.reach):
                 return data, info
         raise RuntimeError(
             f"sample: writers in other processes overwrote the drawn rows again and again for {_PATIENCE} s. Nothing "

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABCMeta
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from torchrl_ext.data._block import HEAD, TAIL, SlotBlock
 from torchrl_ext.data._transitions import assemble, assemble_fused
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw, draw_lockstep, locate, lockstep, place, sampleable_counts, uniform_ordinals
+from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.storages import SlotStorage
 
 __all__ = ["TransitionSampler"]
@@ -25,14 +25,7 @@ __all__ = ["TransitionSampler"]
 _EMPTY = "sample: the storage must hold a row whose successor is known, got {}. Nothing was changed; write to it first."
 
 
-class _KeepsReplacement(type(Sampler)):  # type: ignore[misc]  # mypy knows no base that is computed
-    """TorchRL's metaclass turns ``replacement=False`` into another class; here it is an option of one class."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return ABCMeta.__call__(cls, *args, **kwargs)
-
-
-class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
+class TransitionSampler(SlotSampler):
     """Draws n-step transitions uniformly over all sampleable rows of all streams.
 
     Every draw is independent: a minibatch is never a block of environments. A row is sampleable when it lives and its
@@ -122,7 +115,12 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
         self.reward_key = unravel_key(reward_key)
         self._empty()
 
-    def transitions(
+    @property
+    def reach(self) -> int:
+        """Steps past a row that its transition may depend on."""
+        return self.n_steps
+
+    def draw_batch(
         self,
         storage: SlotStorage,
         batch_size: int,
@@ -131,10 +129,7 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
         device: torch.device | None = None,
         pool: BatchPool | None = None,
     ) -> tuple[TensorDict, dict[str, torch.Tensor]]:
-        """Draws and assembles ``batch_size`` transitions (see the class); what :class:`SlotReplayBuffer` calls.
-
-        Returns:
-            tuple: the transitions, and what the sampler added to them (handles, discount and steps) by key.
+        """Draws and assembles ``batch_size`` transitions; see the class and :meth:`SlotSampler.draw_batch`.
 
         Raises:
             RuntimeError: when no row can be sampled.
@@ -158,7 +153,7 @@ class TransitionSampler(Sampler, metaclass=_KeepsReplacement):
             raise RuntimeError(_EMPTY.format("none"))
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
-        """Draws rows; see :meth:`transitions`."""
+        """Draws rows; see :meth:`draw_batch`."""
         if not storage.initialized:
             raise RuntimeError(_EMPTY.format("an empty storage"))
         if not self.replacement:
