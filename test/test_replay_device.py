@@ -175,6 +175,7 @@ class TestCuda:
         buffer = filled("cuda", 4)
         before = buffer.storage["observation"].clone()
         side = torch.cuda.Stream()
+        buffer.sample()  # the first one compiles and captures, which waits for the device
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)  # stands for gradient kernels queued before the sample
         sample = buffer.sample()
@@ -186,6 +187,20 @@ class TestCuda:
         torch.cuda.synchronize()
         slot, stream = sample["index"].unbind(-1)
         assert torch.equal(sample["observation"], before[slot, stream])
+
+    def test_patch_on_the_device_with_handles_on_the_host_arrives_whole(self):
+        """Each kind of memory is copied once: what is still in flight to the host is not read for a second copy."""
+        rows, width = 64, 2**14
+        buffer = SlotReplayBuffer(storage=SlotStorage(rows, next_obs="store"))
+        handle = buffer.extend_batch(TensorDict({"x": torch.zeros(rows, width)}, [rows]))
+        index, generation = handle.index[:, 0], handle.generation[:, 0]
+        patch = torch.zeros(rows, width, device="cuda")
+        for c in range(1, 40):
+            torch.cuda._sleep(2_000_000)
+            patch.fill_(c)
+            future = buffer.submit_update_if_present(index=index, generation=generation, patch={"x": patch})
+            assert future.result(timeout=30).updated.all()
+            assert bool((buffer.storage["x"] == c).all())
 
     def test_batch_stays_whole_while_anything_of_it_is_held(self):
         buffer = filled("cuda")

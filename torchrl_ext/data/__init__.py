@@ -12,6 +12,7 @@ from torchrl_ext.data.replay_buffers import SlotReplayBuffer
 from torchrl_ext.data.samplers import TransitionSampler
 from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.storages import SlotStorage
+from torchrl_ext.data.write_back import WriteBackResult
 from torchrl_ext.data.writers import SlotWriter
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "SlotStorage",
     "SlotWriter",
     "TransitionSampler",
+    "WriteBackResult",
     "group_rows",
 ]

@@ -42,6 +42,11 @@ def _private_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def items(rows: np.ndarray) -> np.ndarray:
+    """Returns rows of bytes ``[M, n]`` as ``M`` items of ``n`` bytes; the bytes of a row lie side by side."""
+    return rows.view(f"V{rows.shape[1]}")[:, 0]
+
+
 class SlotBlock:
     """Positions, side table and rows of a storage in one tensor of bytes.
 
@@ -158,12 +163,16 @@ class SlotBlock:
     def bind(self, block: torch.Tensor) -> None:
         """Makes the views of a block of bytes."""
         self.bytes = block
+        self._mirror: np.ndarray
+        self._late: list[tuple[torch.Tensor, torch.cuda.Event | None]]
         #: What :func:`torchrl_ext.data.draws.lockstep` found; every write sets it to None.
         self.sampleable: tuple | None = None
         #: For kernels: the sizes, the table of sampleable ranges, and captured draws.
         self.geometry_tensors: dict[int, torch.Tensor] = {}
         self.table: torch.Tensor | None = None
         self.graphs: dict = {}
+        #: For updates by kernels: which handle writes a row.
+        self.owner: torch.Tensor | None = None
         num, finals, holes = self.num_streams, self.final_capacity, self.hole_capacity
         ints = block[: 8 * num * (POSITION_ROWS + finals + holes)].view(torch.int64)
         positions, final_step, hole_step = ints.split([POSITION_ROWS * num, finals * num, holes * num])
@@ -182,12 +191,16 @@ class SlotBlock:
         self.final = self.rows.view(torch.int32)[:, self.layout.final_offset // 4]
         if not self.on_device:
             # Bookkeeping works on few numbers at a time, where NumPy costs a third of a torch call.
-            self.np_positions = self.positions.numpy()
+            self._mirror, self._late, self._refused = self.positions.numpy(), [], False
             self.np_final_step = self.final_step.numpy()
             self.np_hole_step = self.hole_step.numpy()
             self.np_rows = self.rows.numpy()
             self.np_final = self.np_rows.view(np.int32)[:, self.layout.final_offset // 4]
             self.np_successors = self.np_rows[:, : self.layout.successor_bytes]
+            # As one item per row NumPy copies rows in half the time that a row of bytes takes.
+            self.row_items = items(self.np_rows)
+            if self.layout.derives:
+                self.successor_items = items(self.np_successors)
         else:
             self.mirror()
 
@@ -200,11 +213,71 @@ class SlotBlock:
         """Reads the positions of a device block back (at creation and after loading)."""
         # The writing process knows heads and tails without asking; which newest rows are cut only the device knows, so
         # the mirror of NEWEST says PENDING where a successor may be pending.
-        self.np_positions = self.positions.cpu().numpy().copy()
+        self._mirror, self._late, self._refused = self.positions.cpu().numpy().copy(), [], False
         #: The step at which all streams stand without a pending successor; None where that is not known.
         self.settled_at: int | None = None
         self.cut_unknown = bool((self.hole_step >= 0).any())
         self.room = 0
+
+    @property
+    def np_positions(self) -> np.ndarray:
+        """The positions as the host knows them: the table itself, or its mirror, which may have to wait for counts."""
+        if self._late:
+            self._catch_up()
+        return self._mirror
+
+    def _catch_up(self) -> None:
+        for counts, event in self._late:
+            if event is not None:
+                event.synchronize()
+            *added, refused = counts.tolist()
+            self._refused = self._refused or bool(refused)
+            self._add(np.asarray(added))
+        self._late = []
+        self.raise_refused()
+
+    def raise_refused(self) -> None:
+        """Raises once for writes that the device refused, as far as the host knows by now."""
+        if self._refused:
+            self._refused = False
+            raise RuntimeError(
+                "SlotStorage: an earlier write with streams on the device did not fit the side table, of which each "
+                f"stream has final_capacity={self.final_capacity} entries. None of its records was written; build the "
+                "storage with a larger final_capacity, or give streams on the host to be told at once."
+            )
+
+    def mirror_later(self, counts: torch.Tensor, known: np.ndarray | None, fits: torch.Tensor | None) -> None:
+        """Moves the mirrored heads by counts of rows that a device was given, now if ``known``, else when asked for.
+
+        ``fits`` is whether the device took them, None when that is sure.
+        """
+        if known is not None:
+            self._catch_up()
+            self._add(known)
+            return
+        refused = torch.zeros_like(counts[:1]) if fits is None else (~fits).long().view(1)
+        counts = torch.cat([counts, refused])
+        if self.device.type == "cuda":
+            copy = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self._late.append((copy, event))
+        else:
+            self._late.append((counts, None))
+
+    def _add(self, counts: np.ndarray) -> None:
+        self._mirror[: RESERVED + 1] += counts
+        self._mirror[NEWEST, counts > 0] = PENDING
+
+    @property
+    def written(self) -> tuple[int, np.ndarray]:
+        """What the host knows without waiting: how many writes it has no counts of yet, and a copy of the positions."""
+        return len(self._late), self._mirror.copy()
+
+    @property
+    def longest(self) -> int:
+        """At least so many rows were written to some stream since it was emptied; waits for nothing."""
+        return int((self._mirror[HEAD] - self._mirror[TAIL]).max())
 
     @property
     def may_have_holes(self) -> bool:

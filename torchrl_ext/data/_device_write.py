@@ -244,7 +244,7 @@ def _ensure_room(
     masked: torch.Tensor | None,
 ) -> None:
     """Raises before writing when ``most`` new entries in one stream might not fit and indeed do not."""
-    if not most:
+    if not most or block.final_capacity > block.capacity:  # with a place for every row and one more, nothing overflows
         return
     if block.room < most:
         # The only wait for the device in a write: once per final_capacity / most writes, or when the table is full.
@@ -262,14 +262,19 @@ def _ensure_room(
             live = live + promoted
         needed = int(live.max()) + 1
         if needed > block.final_capacity:
-            raise RuntimeError(
-                f"SlotStorage: the side table must hold {needed} entries per stream, it has final_capacity="
-                f"{block.final_capacity} and {block.kind} memory cannot grow. Nothing was changed; build the storage "
-                "with a larger final_capacity."
-            )
+            raise full_side_table(block, needed)
         block.room = 0
         return
     block.room -= most
+
+
+def full_side_table(block: SlotBlock, needed: int) -> RuntimeError:
+    """Returns the error of a side table that would overflow."""
+    return RuntimeError(
+        f"SlotStorage: the side table must hold {needed} entries per stream, it has final_capacity="
+        f"{block.final_capacity} and {block.kind} memory cannot grow. Nothing was changed; build the storage "
+        "with a larger final_capacity."
+    )
 
 
 def _write_newest(block: SlotBlock, tail: torch.Tensor | None, columns: slice) -> None:

@@ -112,7 +112,7 @@ def launch(
 ) -> None:
     """Turns ``out.wide`` into transitions."""
     kernels, layout, count = _kernels(), block.layout, out.count
-    geometry = _geometry(block, span)
+    geometry = geometry_of(block, span)
     rows32, rows64 = block.rows.view(torch.int32), block.rows.view(torch.int64)
     kernels.transitions[(-(-count // _LANES),)](
         out.wide,
@@ -148,7 +148,8 @@ def launch(
         _patch(block, span, out.rows, rows32, out.found[2], out.total)
 
 
-def _geometry(block: SlotBlock, span: Span | None) -> torch.Tensor:
+def geometry_of(block: SlotBlock, span: Span | None = None) -> torch.Tensor:
+    """Returns the sizes of a block as kernels read them, int64 ``[7]``."""
     # Numbers that never change go to the kernels through memory: each argument costs a launch about a microsecond.
     reward = 0 if span is None or span.reward is None else span.reward.offset // 4
     found = block.geometry_tensors.get(reward)
@@ -176,10 +177,15 @@ def _table(block: SlotBlock, geometry: torch.Tensor) -> torch.Tensor:
     return table
 
 
+def sampleable_table(block: SlotBlock) -> torch.Tensor:
+    """Returns running numbers, first steps and ends of what can be sampled, int64 ``[3, N]``; see ``ranges``."""
+    return _table(block, geometry_of(block))
+
+
 def refresh(block: SlotBlock) -> None:
     """Looks for sampleable ranges again if something was written."""
     if block.sampleable is None:
-        _table(block, _geometry(block, None))
+        sampleable_table(block)
 
 
 def _patch(
@@ -214,7 +220,7 @@ def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) ->
     # A few kilobytes of pageable memory: the driver copies them at once, without waiting for the device.
     listed = torch.from_numpy(numbers).to(block.device, non_blocking=True)
     finals = finals.to(block.device, non_blocking=True)
-    geometry = _geometry(block, None)
+    geometry = geometry_of(block)
     kernels.place_finals[(count,)](
         listed,
         finals.view(torch.int64),

@@ -20,7 +20,7 @@ def write_prefetch(folder: Path, state: dict[str, Any]) -> None:
     for batch, info in state["queue"]:
         if not isinstance(batch, TensorDict) or not all(isinstance(value, torch.Tensor) for value in info.values()):
             raise TypeError(
-                "SlotReplayBuffer: prefetched batches must be TensorDicts with tensors as info to be saved, got "
+                "dumps: prefetched batches must be TensorDicts with tensors as info to be saved, got "
                 f"{type(batch).__name__} with {sorted(map(str, info))}. Sample them first, or save without prefetch."
             )
         leaves = [[unravel_key(key), leaf.clone()] for key, leaf in batch.items(True, True)]
@@ -40,8 +40,7 @@ def read_prefetch(folder: Path) -> dict[str, Any] | None:
         )
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
         raise ValueError(
-            f"SlotReplayBuffer: {path} must hold undamaged prefetched batches, got {type(error).__name__}. "
-            "Nothing was changed."
+            f"loads: {path} must hold undamaged prefetched batches, got {type(error).__name__}. Nothing was changed."
         ) from error
     return state
 

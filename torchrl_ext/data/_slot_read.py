@@ -24,7 +24,8 @@ def split_index(index: torch.Tensor, num_streams: int) -> tuple[torch.Tensor, to
     if num_streams == 1:
         return index, torch.zeros_like(index)
     raise IndexError(
-        f"SlotStorage: index must be int64 [..., 2] (slot, stream) for {num_streams} streams, got {list(index.shape)}."
+        f"SlotStorage: index must be int64 [..., 2] (slot, stream) for {num_streams} streams, got {list(index.shape)}. "
+        "Nothing was changed."
     )
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._stock_view import StockView
+from torchrl_ext.data._yielding_lock import YieldingLock
 from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, save_state
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.streams import stream_order
@@ -73,7 +73,7 @@ class SavedState(StockView):
     def __setstate__(self, state: dict[str, Any]) -> None:
         block = state.pop("block__context")
         Storage.__setstate__(self, state)
-        self._lock = threading.RLock()
+        self._lock = YieldingLock()
         self._order = stream_order(self.device)
         self._block = self._storage = None
         unpickle_block(self, block)

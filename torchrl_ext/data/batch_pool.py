@@ -42,17 +42,20 @@ class BatchPool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Returns uint8 ``[nbytes]`` of undefined content, aligned to 16 bytes."""
+        # Sizes an eighth apart share blocks, so that requests of ever new sizes do not keep a block each.
+        step = max(16, 1 << max(nbytes.bit_length() - 4, 0))
+        size = -(-nbytes // step) * step
         with self._lock:
-            blocks = self._blocks.setdefault(nbytes, [])
+            blocks = self._blocks.setdefault(size, [])
             for i in range(len(blocks)):
                 # The list and the argument of getrefcount: any third reference is a tensor in use.
                 if sys.getrefcount(blocks[i]) == 2:
-                    return torch.from_numpy(blocks[i])
+                    return torch.from_numpy(blocks[i])[:nbytes]
             # NumPy aligns to 16 bytes at least; complex128 makes that explicit.
-            block = np.empty(-(-nbytes // 16), dtype=np.complex128).view(np.uint8)[:nbytes]
+            block = np.empty(size // 16, dtype=np.complex128).view(np.uint8)
             if len(blocks) < self.max_blocks:
                 blocks.append(block)
-            return torch.from_numpy(block)
+            return torch.from_numpy(block)[:nbytes]
 
     def __getstate__(self) -> dict:
         return {"max_blocks": self.max_blocks}

@@ -12,16 +12,18 @@ Lifetime   An entry lives exactly as long as its row: rows of a stream die in th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 
-from torchrl_ext.data._block import CUT, FINALS, HEAD, NEWEST, PENDING, TAIL, UNKNOWN, SlotBlock
+from torchrl_ext.data._block import CUT, FINALS, HEAD, NEWEST, PENDING, TAIL, UNKNOWN, SlotBlock, items
 from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.grouping import group_rows
-from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR
+from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR, RowLayout
 from torchrl_ext.data.packing import Ends, PackedRun, Run, differ
 
 
@@ -55,7 +57,13 @@ def plan_finals(
     plan = FinalPlan()
     # With a whole lap or more the newest row dies in this write, and its successor with it.
     if num_steps < block.capacity:
-        plan.promoted = _unequal_pending(block, source, columns)
+        ids = np.flatnonzero(positions[NEWEST, columns] == PENDING)
+        if len(ids) and block.layout.next_keys:
+            shown = _first_observations(block.layout, source)
+            if len(ids) < columns.stop - columns.start:
+                at = torch.from_numpy(ids)
+                shown = {key: leaf[at.to(leaf.device)] for key, leaf in shown.items()}
+            plan.promoted = unequal_pending(block, ids + columns.start, shown)
     if not block.layout.derives:
         return plan
     if plan.promoted is not None:
@@ -105,33 +113,34 @@ def needed_entries(block: SlotBlock, streams: np.ndarray, sequence: np.ndarray, 
     return 0 if fits else capacity + most + 2
 
 
-def _unequal_pending(block: SlotBlock, source: Run | PackedRun, streams: slice) -> np.ndarray | None:
-    """Returns the streams whose pending successor is not the first observation of the run, None when there is none."""
-    pending = block.np_positions[NEWEST, streams] == PENDING
-    if not np.count_nonzero(pending):
-        return None
-    ids = np.flatnonzero(pending)
+def _first_observations(layout: RowLayout, source: Run | PackedRun) -> dict[NestedKey, torch.Tensor]:
+    if not isinstance(source, PackedRun):
+        return source.first
+    return layout.leaves(source.rows[0], [layout.by_key[key] for key in layout.next_keys if key in layout.by_key])
+
+
+def unequal_pending(block: SlotBlock, ids: np.ndarray, shown: Mapping[NestedKey, torch.Tensor]) -> np.ndarray | None:
+    """Returns the streams whose pending successor is not what comes next, None when there is none.
+
+    Args:
+        block (SlotBlock): of the streams.
+        ids (np.ndarray): streams with a pending successor.
+        shown (mapping): what comes next, ``[len(ids), *feature]`` by next key.
+    """
     layout = block.layout
-    at = torch.from_numpy(ids)
     if layout.derives:
-        rows = at + streams.start
-        place = torch.from_numpy(block.np_positions[FINALS, streams][ids] % block.final_capacity)
-        side = block.side_start + rows * block.final_capacity + place
+        place = block.np_positions[FINALS, ids] % block.final_capacity
+        side = torch.from_numpy(block.side_start + ids * block.final_capacity + place)
         known = layout.leaves(block.successor_words.index_select(0, side).view(torch.uint8), layout.prefix)
     else:
-        stored = block.rows[torch.from_numpy(_newest_rows(block, ids + streams.start))]
+        stored = block.words.index_select(0, torch.from_numpy(_newest_rows(block, ids))).view(torch.uint8)
         known = layout.leaves(stored, [layout.by_key[next_of(key)] for key in layout.next_keys])
         known = {key[1] if len(key) == 2 else key[1:]: leaf for key, leaf in known.items()}
-    if isinstance(source, PackedRun):
-        first = layout.leaves(source.rows[0], [layout.by_key[key] for key in known])
-    else:
-        first = source.first
     unequal = torch.zeros(len(ids), dtype=torch.bool)
     for key, leaf in known.items():
-        if key in first:
-            value = first[key] if len(ids) == len(first[key]) else first[key][at.to(first[key].device)]
-            unequal |= differ(leaf, value.to(leaf.device), 1)
-    ids = ids[unequal.numpy()] + streams.start
+        if key in shown:
+            unequal |= differ(leaf, shown[key].to(leaf.device), 1)
+    ids = ids[unequal.numpy()]
     return ids if len(ids) else None
 
 
@@ -157,8 +166,8 @@ def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> N
     planned = plan.streams, plan.steps, plan.sequence
     streams, steps, sequence = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", planned)
     place = sequence % block.final_capacity
-    finals = cast(torch.Tensor, ends.finals).numpy()[:, : block.layout.successor_bytes]
-    block.np_successors[block.side_start + streams * block.final_capacity + place] = (
+    finals = items(cast(torch.Tensor, ends.finals).numpy()[:, : block.layout.successor_bytes])
+    block.successor_items[block.side_start + streams * block.final_capacity + place] = (
         finals if plan.order is None else finals[plan.order]
     )
     block.np_final[steps % block.capacity * block.num_streams + streams] = place
@@ -176,19 +185,26 @@ def in_step(heads: np.ndarray) -> bool:
 
 def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice, heads: np.ndarray) -> np.ndarray:
     """Stores the pending successors of the newest rows, whose heads are new, and returns what is known of them."""
-    positions = block.np_positions
     if in_step(heads):
         first = int(heads[0] - 1) % block.capacity * block.num_streams
         final = block.np_final[first + columns.start : first + columns.stop]
     else:
         ids = np.arange(columns.start, columns.stop)
         final = block.np_final[(heads - 1) % block.capacity * block.num_streams + ids]
-    known = PENDING if ends.tail is not None or not block.layout.derives else UNKNOWN
     if ends.tail is not None and block.layout.derives:
-        ids = np.arange(columns.start, columns.stop)
-        side = block.side_start + ids * block.final_capacity + positions[FINALS, columns] % block.final_capacity
-        block.np_successors[side] = ends.tail.numpy()[:, : block.layout.successor_bytes]
-    return np.where(final == FOLLOWED, known, CUT)
+        keep_pending(block, np.arange(columns.start, columns.stop), ends.tail)
+    return np.where(final == FOLLOWED, known_newest(block, ends.tail), CUT)
+
+
+def known_newest(block: SlotBlock, tail: torch.Tensor | None) -> int:
+    """Returns the state of a newest row that is not cut, given the successors that came with it or None."""
+    return PENDING if tail is not None or not block.layout.derives else UNKNOWN
+
+
+def keep_pending(block: SlotBlock, ids: np.ndarray, tail: torch.Tensor) -> None:
+    """Stores the pending successors of streams; their finals are counted already."""
+    side = block.side_start + ids * block.final_capacity + block.np_positions[FINALS, ids] % block.final_capacity
+    block.successor_items[side] = items(tail.numpy()[:, : block.layout.successor_bytes])
 
 
 def moved_finals(old: SlotBlock, new: SlotBlock) -> None:

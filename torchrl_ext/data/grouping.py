@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 __all__ = ["RowGroups", "group_rows"]
 
-Ids = TypeVar("Ids", torch.Tensor, np.ndarray)
 
-
-class RowGroups(NamedTuple, Generic[Ids]):
+class RowGroups(NamedTuple):
     """Rows by group, arrays or tensors as the ids were.
 
     Attributes:
@@ -23,12 +21,12 @@ class RowGroups(NamedTuple, Generic[Ids]):
         counts: int64 ``[num_groups]``: rows of each group.
     """
 
-    order: Ids
-    rank: Ids
-    counts: Ids
+    order: Any
+    rank: Any
+    counts: Any
 
 
-def group_rows(ids: Ids, num_groups: int) -> RowGroups[Ids]:
+def group_rows(ids: torch.Tensor | np.ndarray, num_groups: int) -> RowGroups:
     """Groups rows by id: one stable sort and one count, whatever the number of groups.
 
     A stable sort keeps each group's timeline; an unstable one would shuffle it. On CUDA nothing is read back: there
@@ -62,7 +60,7 @@ def group_rows(ids: Ids, num_groups: int) -> RowGroups[Ids]:
     return RowGroups(order, rank, counts)
 
 
-def _group_numpy(ids: np.ndarray, num_groups: int) -> RowGroups[np.ndarray]:
+def _group_numpy(ids: np.ndarray, num_groups: int) -> RowGroups:
     # NumPy sorts 16-bit numbers by radix, five times as fast as wider ones.
     keys = ids.astype(np.uint16, copy=False) if num_groups <= 2**16 else ids
     order = np.argsort(keys, kind="stable")
@@ -70,4 +68,4 @@ def _group_numpy(ids: np.ndarray, num_groups: int) -> RowGroups[np.ndarray]:
     starts = counts.cumsum() - counts
     rank = np.empty(len(ids), dtype=np.int64)
     rank[order] = np.arange(len(ids)) - starts[ids[order]]
-    return RowGroups(order, rank, cast(np.ndarray, counts))
+    return RowGroups(order, rank, counts)

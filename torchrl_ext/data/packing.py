@@ -80,8 +80,12 @@ def check_run(
     where: str,
     extra: Literal["raise", "drop"],
     num_streams: int | None = None,
+    records: bool = False,
 ) -> Run:
-    """Checks batch size, keys, shapes and dtypes of a run; raises before anything is written."""
+    """Checks batch size, keys, shapes and dtypes of a run; raises before anything is written.
+
+    With ``records`` the batch is one of ``[M]`` records, checked as ``M`` steps of one stream; errors count records.
+    """
     if not isinstance(run, TensorDictBase):
         raise TypeError(
             f"{where}: run must be a TensorDict of batch size [K, N] or a PackedRun, got {type(run).__name__}. "
@@ -93,15 +97,19 @@ def check_run(
             f"{where}: time must be the first dimension, got names {names}. "
             "Nothing was written; pass [N, T] data to extend()."
         )
-    if run.batch_dims == 1 and num_streams in (None, 1):
+    if run.batch_dims == 1 and num_streams in (None, 1) and not records:
         run = run.unsqueeze(-1)
-    if run.batch_dims != 2 or run.shape[0] < 1 or num_streams not in (None, run.shape[1]):
+    if records:
+        shape = torch.Size([*run.shape, 1])
+    elif run.batch_dims != 2 or run.shape[0] < 1 or num_streams not in (None, run.shape[1]):
         wanted = "N" if num_streams is None else num_streams
         raise ValueError(
             f"{where}: run must have batch size [K, {wanted}] with K >= 1, got {list(run.batch_size)}. "
             "Nothing was written."
         )
-    num_steps, streams = run.shape
+    else:
+        shape = run.shape
+    num_steps, streams = shape
     successor_keys = {next_of(key): key for key in layout.next_keys} if layout.derives else {}
     leaves: dict[NestedKey, torch.Tensor] = {}
     successors: dict[NestedKey, torch.Tensor] = {}
@@ -117,6 +125,8 @@ def check_run(
                     "extra='drop' ignores unknown keys."
                 )
             continue
+        if records:
+            leaf = leaf.unsqueeze(1)
         if leaf.dtype != field.dtype or leaf.shape != (num_steps, streams, *field.shape):
             raise ValueError(
                 f"{where}: key {key!r} must be {field.dtype} of shape {[num_steps, streams, *field.shape]}, got "
@@ -135,7 +145,7 @@ def check_run(
         successors = {key: leaves[next_of(key)] for key in layout.next_keys if next_of(key) in leaves}
     device = next(iter(leaves.values())).device
     checked = Run(leaves, successors or None, num_steps, streams, device)
-    _check_ends(layout, checked, where)
+    _check_ends(layout, checked, where, records=records)
     return checked
 
 
@@ -143,7 +153,7 @@ def _names(run: TensorDictBase) -> list[NestedKey]:
     return [unravel_key(key) for key in run.keys(True, True)]
 
 
-def _check_ends(layout: RowLayout, run: Run, where: str) -> None:
+def _check_ends(layout: RowLayout, run: Run, where: str, *, records: bool) -> None:
     if run.successors is not None or not layout.derives:
         return
     end = ends(run)
@@ -154,15 +164,17 @@ def _check_ends(layout: RowLayout, run: Run, where: str) -> None:
     # The check reads the flags back, on CUDA by a host synchronisation: runs without successors are for packed data.
     if bool(lacking.any()):
         k, n = lacking.nonzero()[0].tolist()
+        row = f"record {k}" if records else f"the row at step {k}, stream {n}"
         raise ValueError(
             f"{where}: a row that is truncated (done without terminated) must come with its final observation, got "
-            f"none for the row at step {k}, stream {n}. Nothing was written; pass the keys "
-            f"{list(map(next_of, layout.next_keys))}."
+            f"none for {row}. Nothing was written; pass the keys {list(map(next_of, layout.next_keys))}."
         )
 
 
 def _any(flag: torch.Tensor) -> torch.Tensor:
-    return flag.bool() if flag.dim() == 2 else flag.flatten(2).any(-1)
+    if flag.dim() == 2 or flag.shape[2:].numel() == 1:
+        return flag.reshape(flag.shape[:2]).bool()
+    return flag.flatten(2).any(-1)
 
 
 def ends(run: Run) -> torch.Tensor | None:
@@ -179,9 +191,19 @@ def differ(a: torch.Tensor, b: torch.Tensor, batch_dims: int) -> torch.Tensor:
     """Returns where two tensors differ in any bit, over all but the first ``batch_dims`` dims (NaN payloads count)."""
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    dtype = _SAME_SIZE_INT[a.dtype.itemsize]
+    if a.dim() > batch_dims:
+        a, b = a.flatten(batch_dims), b.flatten(batch_dims)
+    wide = _fits_words(a) and _fits_words(b) and a.dim() > batch_dims
+    dtype = torch.int64 if wide else _SAME_SIZE_INT[a.dtype.itemsize]
     unequal = a.view(dtype) != b.view(dtype)
-    return unequal if unequal.dim() == batch_dims else unequal.flatten(batch_dims).any(-1)
+    return unequal if unequal.dim() == batch_dims else unequal.any(-1)
+
+
+def _fits_words(tensor: torch.Tensor) -> bool:
+    """Whether the last dim is made of aligned int64 words, of which there are fewer to compare."""
+    size = tensor.dtype.itemsize
+    lengths = (tensor.shape[-1:] or (1,))[0], tensor.storage_offset(), *tensor.stride()[:-1]
+    return tensor.stride()[-1:] == (1,) and all(length * size % 8 == 0 for length in lengths)
 
 
 def cuts(run: Run) -> torch.Tensor:

@@ -7,21 +7,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data._prefetch_state import read_prefetch, write_prefetch
-from torchrl_ext.data.batch_pool import BatchPool
+from torchrl_ext.data.conditional_updates import ConditionalUpdates
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.packing import PackedRun
 from torchrl_ext.data.positions import snapshot, undisturbed
+from torchrl_ext.data.routed_writes import RoutedWrites
 from torchrl_ext.data.samplers import TransitionSampler
 from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.storages import SlotStorage
@@ -33,7 +33,7 @@ __all__ = ["SlotReplayBuffer"]
 _PATIENCE = 10.0
 
 
-class SlotReplayBuffer(ReplayBuffer):
+class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
     """A TorchRL replay buffer that writes runs as bytes and samples transitions in two gathers.
 
     It has everything :class:`torchrl.data.ReplayBuffer` has (transforms, ``prefetch``, iteration, ``state_dict``,
@@ -46,6 +46,15 @@ class SlotReplayBuffer(ReplayBuffer):
         contiguous (bool, optional): ``True`` gives each sampled field its own memory, ``False`` (default) strided views
             of packed rows, which is faster to make and as fast to multiply.
         sample_device (torch.device, optional): where samples are moved, packed. Defaults to the storage's device.
+        routing_key (NestedKey, optional): stored or not, holds the stream of each record: :meth:`extend` then takes
+            records of any streams in any order. Defaults to None.
+        routing_dim (int, optional): the batch dimension of what :meth:`extend` takes whose entries are the streams.
+            Defaults to None: dimension 0 (``[N, T]``).
+        visibility ("ordered" or "eventual", optional): whether a sample waits for the updates submitted before it.
+            Defaults to ``"ordered"``.
+        max_pending_bytes (int, optional): bound of the copies that submitted updates hold. Defaults to 1 GiB.
+        when_full ("block", "raise" or "drop_oldest", optional): what an update does that would pass the bound.
+            Defaults to ``"block"``.
         batch_size, transform, prefetch, generator, pin_memory and the other keywords: as in TorchRL. A CPU
             ``generator`` also serves a CUDA storage. Without one, draws come from torch's default generator.
 
@@ -80,11 +89,17 @@ class SlotReplayBuffer(ReplayBuffer):
         writer: SlotWriter | Callable[[], SlotWriter] | None = None,
         contiguous: bool = False,
         sample_device: torch.device | str | None = None,
+        routing_key: NestedKey | None = None,
+        routing_dim: int | None = None,
+        visibility: Literal["ordered", "eventual"] = "ordered",
+        max_pending_bytes: int = 2**30,
+        when_full: Literal["block", "raise", "drop_oldest"] = "block",
         **kwargs: Any,
     ) -> None:
         self.contiguous = contiguous
         self.sample_device = None if sample_device is None else torch.device(sample_device)
-        self._pool = BatchPool()
+        self._set_routing(routing_key, routing_dim)
+        self._prepare_updates(visibility, max_pending_bytes, when_full)
         super().__init__(
             storage=storage,
             sampler=TransitionSampler() if sampler is None else sampler,
@@ -129,40 +144,6 @@ class SlotReplayBuffer(ReplayBuffer):
                 run = self._transform.inv(run)
         with self._replay_lock, self._write_lock:
             return self._storage.extend_batch(run, streams=streams)
-
-    def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Writes TorchRL's stream-major data ``[N, T]`` (``[T]`` when there is one stream).
-
-        Returns:
-            torch.Tensor: int64 ``[T * N, 2]``, the index of each row, oldest step first.
-
-        Raises:
-            TypeError, ValueError, KeyError: see :meth:`SlotStorage.extend_batch`. Nothing was written.
-        """
-        if update_priority is not None:
-            raise NotImplementedError("extend: update_priority belongs to prioritized buffers; leave it None.")
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(
-                f"extend: data must be a TensorDict of batch size [N, T], got {type(data).__name__}. "
-                "Nothing was written; stack the records first."
-            )
-        num_streams = self._storage.num_streams
-        if data.batch_dims == 1 and num_streams == 1:
-            data = data.unsqueeze(0)
-        if data.batch_dims != 2 or data.shape[0] != num_streams:
-            raise ValueError(
-                f"extend: data must have batch size [{num_streams}, T], got {list(data.batch_size)}. Nothing was "
-                "written; pass time-major runs to extend_batch()."
-            )
-        return self.extend_batch(data.transpose(0, 1)).index.flatten(0, 1)
-
-    def add(self, data: TensorDictBase) -> torch.Tensor:
-        """Writes one step of all streams, batch size ``[N]`` (``[]`` for one stream); returns its index ``[N, 2]``."""
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(f"add: data must be a TensorDict, got {type(data).__name__}. Nothing was written.")
-        if data.batch_dims == 0 and self._storage.num_streams == 1:
-            data = data.unsqueeze(0)
-        return self.extend_batch(data.unsqueeze(0)).index[0]
 
     def end_streams(self, streams: slice | None = None) -> None:
         """Cuts streams; see :meth:`SlotStorage.end_streams`."""
@@ -253,6 +234,7 @@ class SlotReplayBuffer(ReplayBuffer):
             # Only a storage without rows has no positions to compare, and drawing from that one raises.
             if undisturbed(storage.block, cast(np.ndarray, before), *handles, self._sampler.reach):
                 return data, info
+            self._sampler.take_back()
         raise RuntimeError(
             f"sample: writers in other processes overwrote the drawn rows again and again for {_PATIENCE} s. Nothing "
             "was returned; use a larger capacity."

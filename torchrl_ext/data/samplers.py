@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_ext.data._block import HEAD, TAIL, SlotBlock
+from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._transitions import assemble, assemble_fused
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw, draw_lockstep, locate, lockstep, place, sampleable_counts, uniform_ordinals
@@ -148,8 +148,7 @@ class TransitionSampler(SlotSampler):
     @staticmethod
     def _refuse_empty(block: SlotBlock) -> None:
         # With two rows in one stream a row surely has its successor; only below that a device is asked.
-        longest = int((block.np_positions[HEAD] - block.np_positions[TAIL]).max())
-        if (longest < 2 or block.may_have_holes) and not int(sampleable_counts(block)[2].sum()):
+        if (block.longest < 2 or block.may_have_holes) and not int(sampleable_counts(block)[2].sum()):
             raise RuntimeError(_EMPTY.format("none"))
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
@@ -232,7 +231,8 @@ class TransitionSampler(SlotSampler):
         return (drawn.slot.long(), drawn.stream.long()), {}
 
     def _sampleable_count(self, storage: SlotStorage, batch_size: int) -> int:
-        return int(sampleable_counts(storage.block)[2].sum()) if storage.initialized else 0
+        count = int(sampleable_counts(storage.block)[2].sum()) if storage.initialized else 0
+        return 0 if not self.replacement and self.drop_last and count < batch_size else count
 
     @property
     def ran_out(self) -> bool:

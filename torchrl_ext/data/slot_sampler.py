@@ -39,6 +39,9 @@ class SlotSampler(Sampler, metaclass=_KeepsReplacement):
         """Steps past a batch's handles that its content may depend on; readers of shared memory check as many."""
         return 1
 
+    def take_back(self) -> None:
+        """Forgets the batch drawn last, which its reader dropped; what it used up can be drawn again."""
+
     @abstractmethod
     def draw_batch(
         self,

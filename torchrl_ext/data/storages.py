@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,8 +16,10 @@ from torchrl_ext.data import positions as pos
 from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, UNCOUNTED, UNKNOWN, Kind, SlotBlock
 from torchrl_ext.data._device_write import cut_streams_on_device, write_run_on_device
 from torchrl_ext.data._options import check_options, check_sizes, find_place
+from torchrl_ext.data._records import extend_records
 from torchrl_ext.data._slot_read import read
 from torchrl_ext.data._slot_state import SavedState
+from torchrl_ext.data._yielding_lock import YieldingLock
 from torchrl_ext.data.fields import Field
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import RowLayout
@@ -116,7 +117,7 @@ class SlotStorage(SavedState):
         self._next_obs: Literal["derive", "store"] = next_obs or "derive"
         self._next_keys = next_keys
         self._block: SlotBlock | None = None
-        self._lock = threading.RLock()
+        self._lock = YieldingLock()
         self._order = stream_order(device)
         self._content_revision = 0
         if layout is not None:
@@ -221,6 +222,27 @@ class SlotStorage(SavedState):
                 if block.on_device:
                     return write_run_on_device(block, run, columns)
                 return writing.write_run(self, run, columns)
+
+    def extend_records(self, records: TensorDictBase, streams: torch.Tensor) -> torch.Tensor:
+        """Writes records of any streams in any order by one scatter.
+
+        The result is that of writing each record by itself: records of one stream are consecutive steps, in arrival
+        order. Records that come step by step, all streams in order, are written as a run.
+
+        Args:
+            records (TensorDictBase): batch size ``[M]``.
+            streams (torch.Tensor): integers ``[M]``, the stream of each record.
+
+        Returns:
+            torch.Tensor: int64 ``[M, 2]``, (slot, stream) of each record, on the device of ``streams``. Of more than
+            ``capacity`` records of one stream the newest live.
+
+        Raises:
+            TypeError, KeyError, ValueError, RuntimeError: as :meth:`extend_batch`, and ``ValueError`` for streams out
+                of range. Nothing was written.
+        """
+        with self._lock:
+            return extend_records(self, records, streams)
 
     def end_streams(self, streams: slice | None = None) -> None:
         """Cuts streams: the next first observation will not be taken for the successor of the newest row.

@@ -27,7 +27,8 @@ class StreamOrder:
 
     def __enter__(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        if current != self._last and not torch.cuda.is_current_stream_capturing():
+        # A stream compared with None by != is not unequal.
+        if (self._last is None or current != self._last) and not torch.cuda.is_current_stream_capturing():
             if self._done is not None:
                 current.wait_event(self._done)
             elif self._last is not None:
