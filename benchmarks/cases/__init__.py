@@ -22,6 +22,7 @@ CaseFunction = Callable[[torch.device, Sequence[ReplaySizes]], Iterator["Compari
 
 # Modules are imported when a case is asked for, so that one case's imports cannot break the others.
 CASES: dict[str, str] = {
+    "ensemble_sample": "benchmarks.cases.sequences:ensemble_sample",
     "ingest": "benchmarks.cases.replay:ingest",
     "sample": "benchmarks.cases.replay:sample",
     "sample_nstep": "benchmarks.cases.replay:sample_nstep",
