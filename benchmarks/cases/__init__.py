@@ -24,6 +24,7 @@ CaseFunction = Callable[[torch.device, Sequence[ReplaySizes]], Iterator["Compari
 CASES: dict[str, str] = {
     "ensemble_sample": "benchmarks.cases.sequences:ensemble_sample",
     "ingest": "benchmarks.cases.replay:ingest",
+    "prioritized": "benchmarks.cases.prioritized:prioritized",
     "sample": "benchmarks.cases.replay:sample",
     "sample_nstep": "benchmarks.cases.replay:sample_nstep",
 }

@@ -9,6 +9,7 @@ from torchrl_ext.data.grouping import RowGroups, group_rows
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.packing import PackedRun
+from torchrl_ext.data.prioritized import PrioritizedTransitionSampler
 from torchrl_ext.data.replay_buffers import SlotReplayBuffer
 from torchrl_ext.data.samplers import TransitionSampler
 from torchrl_ext.data.sequences import SequenceSampler
@@ -21,6 +22,7 @@ __all__ = [
     "BatchPool",
     "Field",
     "PackedRun",
+    "PrioritizedTransitionSampler",
     "RowGroups",
     "RowLayout",
     "SequenceSampler",
