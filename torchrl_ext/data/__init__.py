@@ -4,6 +4,7 @@
 
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.context_update import replay_context_update
+from torchrl_ext.data.ensemble import GroupedReplayBufferEnsemble
 from torchrl_ext.data.fields import Field
 from torchrl_ext.data.grouping import RowGroups, group_rows
 from torchrl_ext.data.handles import SlotHandle
@@ -21,6 +22,7 @@ from torchrl_ext.data.writers import SlotWriter
 __all__ = [
     "BatchPool",
     "Field",
+    "GroupedReplayBufferEnsemble",
     "PackedRun",
     "PrioritizedTransitionSampler",
     "RowGroups",
