@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import sys
 import time
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _fail(f"compare.py: {error}")
     torch.set_num_threads(args.threads)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # a line for each storage of each peer otherwise
     sizes = [SIZES[name] for name in args.sizes]
     lines = []
     for name, function in functions.items():
@@ -95,7 +97,7 @@ def make_record(
     if comparison.peer_missing is not None:
         extra["peer_missing"] = comparison.peer_missing
     for key, timing in timings.items():
-        extra[f"{key}_p10_p90_ms"] = [_rounded(timing.p10_ms), _rounded(timing.p90_ms)]
+        extra[f"{key}_p10_p90_p95_ms"] = [_rounded(point) for point in (timing.p10_ms, timing.p90_ms, timing.p95_ms)]
         if comparison.bytes_moved:
             extra[f"{key}_gb_s"] = _rounded(_ratio(comparison.bytes_moved / 1e6, timing.median_ms))
     extra.update({f"{key}_ms": _rounded(medians[key]) for key in comparison.others})

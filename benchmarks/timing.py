@@ -40,13 +40,15 @@ class Timing:
     median_ms: float
     p10_ms: float
     p90_ms: float
+    p95_ms: float
 
 
 def summarise(samples_ms: list[float]) -> Timing:
-    """Returns median and 10 % / 90 % points of at least one sample (nearest rank)."""
+    """Returns median and 10 % / 90 % / 95 % points of at least one sample (nearest rank)."""
     ordered = sorted(samples_ms)
     last = len(ordered) - 1
-    return Timing(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+    points = [ordered[round(share * last)] for share in (0.1, 0.9, 0.95)]
+    return Timing(statistics.median(ordered), *points)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

@@ -25,8 +25,11 @@ CASES: dict[str, str] = {
     "ensemble_sample": "benchmarks.cases.sequences:ensemble_sample",
     "ingest": "benchmarks.cases.replay:ingest",
     "prioritized": "benchmarks.cases.prioritized:prioritized",
+    "routed_extend": "benchmarks.cases.write_back:routed_extend",
     "sample": "benchmarks.cases.replay:sample",
     "sample_nstep": "benchmarks.cases.replay:sample_nstep",
+    "write_back": "benchmarks.cases.write_back:write_back",
+    "dreamer_replay_path": "benchmarks.cases.dreamer:dreamer_replay_path",
 }
 
 
