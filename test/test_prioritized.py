@@ -14,6 +14,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +43,7 @@ from torchrl_ext.data import (
 from torchrl_ext.data import prioritized as module
 from torchrl_ext.data._block import HEAD, RESERVED
 from torchrl_ext.data._proportional import ABSENT, WIDTH, BlockSums, FixedPointSums
+from torchrl_ext.data.draws import locate, sampleable_counts
 
 PLACES = ["host", "books", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -353,6 +355,8 @@ class TestNewRows:
         assert weight_of(buffer) == pytest.approx({**wanted, (0, 1): 0.25, (3, 2): 0.25, (4, 2): 0.25})
         update(buffer, [(4, 2)], 0.125)
         assert weight_of(buffer)[4, 2] == 1.0
+        buffer.storage.extend_records(steps(2005, 1)[:, 0].to(device), torch.tensor([2], device=device))
+        assert weight_of(buffer)[5, 2] == 0.125
         assert bool(buffer.storage.block._late) == (place != "host"), "draws and updates wait for no counts"
 
     def test_skipped_entries_do_not_raise_the_largest(self, place):
@@ -937,6 +941,29 @@ class TestNothingIsReadBack:
                 buffer.sample(64)
 
 
+class TestNumbersForTheKernels:
+    """Contract: a captured draw hands rows to the kernels as numbers among the sampleable rows."""
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_numbers_name_the_rows_that_were_drawn(self, seed):
+        with at("books"):
+            buffer = make("books", 8, 4, alpha=1.0)
+            write_unevenly(buffer, np.zeros(4, dtype=np.int64), 30, seed)
+            buffer.end_streams(slice(0, 2))
+            block, table = buffer.storage.block, buffer.sampler._table_of(buffer.storage)
+            update(buffer, live_rows(buffer), torch.rand(len(live_rows(buffer))) + 0.1)
+            table.settle(block)
+            low, high, counts = sampleable_counts(block)
+            ranges = torch.stack([counts.cumsum(0), low, high])
+            out = SimpleNamespace(count=256, wide=torch.zeros(256, dtype=torch.int64), weight=torch.zeros(256))
+            torch.manual_seed(seed)
+            table.fill(block, ranges, out)
+            torch.manual_seed(seed)
+            rows = table._sums.draw(block, 256, None)
+            assert torch.equal(locate(block, low, counts, out.wide, high).at, rows)
+            assert torch.equal(out.weight, table.importance(rows))
+
+
 @pytest.mark.gpu
 class TestCuda:
     """Contract: on CUDA nothing synchronises, and a captured draw sees what was written and set before each replay."""
@@ -960,6 +987,38 @@ class TestCuda:
             buffer.sample(64)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.parametrize("n_steps", [1, 3])
+    def test_draws_of_one_graph_follow_priorities_and_writes(self, n_steps):
+        buffer = make("cuda", 8, 4, n_steps=n_steps, alpha=1.0, eps=0.0, beta=1.0)
+        buffer.set_rng(None)
+        first = np.zeros(4, dtype=np.int64)
+        for turn in range(4):
+            write_unevenly(buffer, first, 12, seed=turn)
+            rows = live_rows(buffer)
+            priority = torch.arange(1.0, len(rows) + 1).roll(7 * turn)
+            update(buffer, rows, priority)
+            counts, weights = Counter(), {}
+            for _ in range(6):
+                sample = buffer.sample(4096)
+                pairs = [tuple(pair) for pair in sample["index"].tolist()]
+                counts.update(pairs)
+                weights.update(zip(pairs, sample["priority_weight"].tolist(), strict=True))
+                slot, stream = sample["index"].unbind(-1)
+                assert torch.equal(sample["id"], buffer.storage["id"][slot, stream])
+            assert buffer.storage.block.graphs, "this is about captured draws"
+            shares = dict(zip(rows, priority.tolist(), strict=True))
+            assert_shares(counts, shares)
+            assert weights == pytest.approx({row: min(shares.values()) / shares[row] for row in weights}, rel=1e-5)
+
+    def test_exponent_of_weights_reaches_captured_draws(self):
+        buffer = make("cuda", 4, alpha=1.0, eps=0.0, beta=1.0)
+        buffer.set_rng(None)
+        buffer.extend_batch(steps(0, 4))
+        update(buffer, torch.arange(4), torch.tensor([1.0, 4.0, 4.0, 4.0]))
+        for beta, least in ((1.0, 0.25), (0.5, 0.5), (0.0, 1.0)):
+            buffer.sampler.beta = beta
+            assert float(buffer.sample(1024)["priority_weight"].min()) == pytest.approx(least)
 
     def test_impossible_priorities_count_as_zero(self):
         buffer = make("cuda", 4, alpha=1.0, eps=0.0)

@@ -223,10 +223,11 @@ class SlotBlock:
     def np_positions(self) -> np.ndarray:
         """The positions as the host knows them: the table itself, or its mirror, which may have to wait for counts."""
         if self._late:
-            self._catch_up()
+            self.catch_up()
         return self._mirror
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Waits for counts that are on their way to the host; raises once for writes that the device refused."""
         for counts, event in self._late:
             if event is not None:
                 event.synchronize()
@@ -252,7 +253,7 @@ class SlotBlock:
         ``fits`` is whether the device took them, None when that is sure.
         """
         if known is not None:
-            self._catch_up()
+            self.catch_up()
             self._add(known)
             return
         refused = torch.zeros_like(counts[:1]) if fits is None else (~fits).long().view(1)

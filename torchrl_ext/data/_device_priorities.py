@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 
 from torchrl_ext.data._block import HEAD, SlotBlock
+from torchrl_ext.data._fused import Outputs
 from torchrl_ext.data._priorities import PriorityTable, capturing
 from torchrl_ext.data._proportional import ABSENT, FixedPointSums
 from torchrl_ext.data.draws import Draw
@@ -45,11 +47,26 @@ class DevicePriorities(PriorityTable):
         torch.stack([slot, last.div(self.capacity, rounding_mode="floor"), high - last, head - low], out=self.places)
         self.newest.copy_(torch.where(high < head, slot * self.num_streams + self.streams, self.sink))
 
-    def draw(self, block: SlotBlock, count: int, generator: torch.Generator | None) -> Draw[torch.Tensor]:
+    def settle(self, block: SlotBlock) -> None:
+        """Takes changed weights into the sums."""
         if self.stale or capturing(block):
             self._sums.rebuild()
             self.least.copy_(self._sums.least())
             self.stale = capturing(block)
+
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+        """Draws rows for a captured draw, see :class:`torchrl_ext.data._graphs.Choice`; the sums are settled."""
+        at = self._sums.draw(block, out.count, None).clamp_(max=self.sink - 1)
+        slot = at.div(self.num_streams, rounding_mode="floor")
+        stream = at - slot * self.num_streams
+        _, generation, _, _ = self.locate(self.places[:, stream], slot)
+        # Rows are numbered stream by stream: those up to its stream's end, less those from it to there.
+        running, _, high = ranges[:, stream].unbind(0)
+        torch.clamp(running - high + generation * self.capacity + slot, min=0, out=out.wide)
+        out.weight.copy_(self.importance(at))
+
+    def draw(self, block: SlotBlock, count: int, generator: torch.Generator | None) -> Draw[torch.Tensor]:
+        self.settle(block)
         at = self._sums.draw(block, count, generator).clamp_(max=self.sink - 1)
         slot = at.div(self.num_streams, rounding_mode="floor")
         stream = at - slot * self.num_streams
@@ -80,3 +97,18 @@ class DevicePriorities(PriorityTable):
         self.take_out(block)
         torch.maximum(self.top, torch.where(meant, priority, 0.0).amax(), out=self.top)
         return taken
+
+
+class ByPriority:
+    """The rows of a captured draw, in proportion to a table of weights."""
+
+    def __init__(self, table: DevicePriorities, weight_key: NestedKey) -> None:
+        self.table, self._weight_key = table, weight_key
+
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+        """Draws by the table."""
+        self.table.fill(block, ranges, out)
+
+    def leaves(self, out: Outputs) -> dict[NestedKey, torch.Tensor]:
+        """Adds the importance weights."""
+        return {self._weight_key: out.weight}

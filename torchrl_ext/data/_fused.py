@@ -72,6 +72,7 @@ class Outputs:
     found: torch.Tensor
     discount: torch.Tensor
     total: torch.Tensor
+    weight: torch.Tensor
 
     def __init__(self, raw: torch.Tensor, row_bytes: int, successor_bytes: int, count: int) -> None:
         self.count = count
@@ -84,6 +85,7 @@ class Outputs:
             ("found", 24, wide, None),
             ("discount", 4, single, (1,)),
             ("total", 4, single, ()),
+            ("weight", 4, single, ()),
         ]
         offset = 0
         for name, size, dtype, shape in parts:
@@ -94,7 +96,7 @@ class Outputs:
     @staticmethod
     def nbytes(block: SlotBlock, count: int) -> int:
         """Bytes of the allocation, with room to align each part."""
-        return count * (block.layout.row_bytes + block.layout.successor_bytes + 72) // 16 * 16 + 10 * 16
+        return count * (block.layout.row_bytes + block.layout.successor_bytes + 76) // 16 * 16 + 11 * 16
 
     @classmethod
     def allocate(cls, block: SlotBlock, count: int) -> Outputs:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from tensordict import NestedKey, TensorDict
@@ -31,6 +31,34 @@ class _Memory:
         }
 
 
+class Choice(Protocol):
+    """Which rows a captured draw takes."""
+
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+        """Writes the number of each row among the sampleable ones into ``out.wide``, by operations that are captured.
+
+        ``ranges`` is what :func:`torchrl_ext.data._fused.sampleable_table` returns.
+        """
+
+    def leaves(self, out: Outputs) -> dict[NestedKey, torch.Tensor]:
+        """Returns what it adds to a batch, parts of ``out``."""
+
+
+class Uniform:
+    """All sampleable rows alike."""
+
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+        """Writes random numbers, which the kernels take modulo the number of rows."""
+        out.wide.random_(0, 2**62)
+
+    def leaves(self, out: Outputs) -> dict[NestedKey, torch.Tensor]:
+        """Adds nothing."""
+        return {}
+
+
+_UNIFORM = Uniform()
+
+
 class SampleGraph:
     """One captured draw and the memory it writes.
 
@@ -38,20 +66,24 @@ class SampleGraph:
                each batch is made of new tensors over one lent memory, which is lent again once nobody holds it.
     """
 
-    def __init__(self, block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float) -> None:
+    def __init__(
+        self, block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float, choice: Choice = _UNIFORM
+    ) -> None:
         self._block, self._batch = block, torch.Size([count])
         raw = torch.empty(Outputs.nbytes(block, count), dtype=torch.uint8, device=block.device)
         self.memory = _Memory(raw)
         # What the graph reads by address must not be freed by a cache.
         self._powers = powers(gamma, n_steps, block.device)
         out = Outputs(raw, block.layout.row_bytes, block.layout.successor_bytes, count)
-        out.wide.zero_()  # any valid numbers: the kernels index by them
+        ranges = cast(tuple, block.sampleable)[0]
+        choice.fill(block, ranges, out)
         launch(block, span, out, n_steps, gamma)  # compiles, and leaves nothing to do but replay
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            out.wide.random_(0, 2**62)
-            launch(block, span, out, n_steps, gamma, table=cast(tuple, block.sampleable)[0])
+            choice.fill(block, ranges, out)
+            launch(block, span, out, n_steps, gamma, table=ranges)
         rows, later, small = out.leaves()
+        small.update(choice.leaves(out))
         leaves: dict[NestedKey, torch.Tensor] = {**transition_leaves(block.layout, rows, later), **small}
         self._small = tuple(small)
         self._plan: list[tuple[NestedKey, torch.dtype, Any, Any, Any]] = [
@@ -80,15 +112,17 @@ class SampleGraph:
         return batch, {key: leaves[key] for key in self._small}
 
 
-def graph_of(block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float) -> SampleGraph | None:
+def graph_of(
+    block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float, choice: Choice = _UNIFORM
+) -> SampleGraph | None:
     """Returns a free captured draw, capturing one if there are few; None when all are in use."""
     reward = None if span.reward is None else span.reward.offset
-    graphs = block.graphs.setdefault((reward, count, n_steps, gamma), [])
+    graphs = block.graphs.setdefault((reward, count, n_steps, gamma, choice), [])
     for graph in graphs:
         if graph.free:
             return graph
     if len(graphs) >= _MOST_GRAPHS:
         return None
     refresh(block)
-    graphs.append(SampleGraph(block, span, count, n_steps, gamma))
+    graphs.append(SampleGraph(block, span, count, n_steps, gamma, choice))
     return graphs[-1]

@@ -23,7 +23,7 @@ from torchrl_ext.data._gather import (
     successors_numpy,
     transition_leaves,
 )
-from torchrl_ext.data._graphs import graph_of
+from torchrl_ext.data._graphs import Choice, graph_of
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
 from torchrl_ext.data.fields import Field
@@ -95,16 +95,22 @@ def assemble_fused(
     contiguous: bool = False,
     device: torch.device | None = None,
     pool: BatchPool | None = None,
+    choice: Choice | None = None,
 ) -> tuple[TensorDict, dict[NestedKey, torch.Tensor]] | None:
-    """Draws and assembles uniform transitions by fused kernels; None where they do not apply."""
+    """Draws and assembles transitions by fused kernels; None where they do not apply.
+
+    Rows are drawn uniformly, or by a ``choice`` that is captured; outside a captured draw a choice does not apply.
+    """
     span = _span(block.layout, reward_key, n_steps)
     if not fused.can_sample(block, span, n_steps):
         return None
     own_device = device is None or device == block.device
     if generator is None and own_device and not contiguous and not torch.cuda.is_current_stream_capturing():
-        graph = graph_of(block, span, count, n_steps, gamma)
+        graph = graph_of(block, span, count, n_steps, gamma, *([] if choice is None else [choice]))
         if graph is not None:
             return graph.replay()
+    if choice is not None:
+        return None
     rows, later, small = fused.sample(block, span, count, n_steps, gamma, generator)
     return _finish(block.layout, rows, later, small, contiguous=contiguous, device=device, pool=pool)
 

@@ -14,10 +14,10 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 
 from torchrl_ext.data._block import SlotBlock
-from torchrl_ext.data._device_priorities import DevicePriorities
+from torchrl_ext.data._device_priorities import ByPriority, DevicePriorities
 from torchrl_ext.data._priorities import STATE, HostPriorities, PriorityTable, capturing
 from torchrl_ext.data._slot_read import split_index
-from torchrl_ext.data._transitions import assemble
+from torchrl_ext.data._transitions import assemble, assemble_fused
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
 from torchrl_ext.data.samplers import TransitionSampler
@@ -122,6 +122,7 @@ class PrioritizedTransitionSampler(TransitionSampler):
         self._within_buffer = max_priority_within_buffer
         self.weight_key = unravel_key(weight_key)
         self._table: PriorityTable | None = None
+        self._choice: ByPriority | None = None
         self.beta = beta
         super().__init__(n_steps, gamma, reward_key=reward_key)
 
@@ -172,15 +173,41 @@ class PrioritizedTransitionSampler(TransitionSampler):
             RuntimeError: when no row can be sampled.
             ValueError: when ``n_steps > 1`` and the reward is not one floating-point number.
         """
+        recipe = self.n_steps, self.gamma, self.reward_key
+        options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
+        if storage.initialized and storage.block.on_device and self._rng is None:
+            made = self._draw_captured(storage.block, self._device_table(storage), batch_size, recipe, options)
+            if made is not None:
+                return made
         drawn = self.draw(storage, batch_size)
         weight = cast(PriorityTable, self._table).importance(drawn.at)
-        recipe = self.n_steps, self.gamma, self.reward_key
-        batch, small = assemble(storage.block, drawn, *recipe, contiguous=contiguous, device=device, pool=pool)
+        batch, small = assemble(storage.block, drawn, *recipe, **options)
         if device is not None:
             weight = weight.to(device, non_blocking=True)
         batch.set(self.weight_key, weight)
         small[self.weight_key] = weight
         return batch, small
+
+    def _device_table(self, storage: SlotStorage) -> DevicePriorities:
+        self._refuse_empty(storage.block)
+        return cast(DevicePriorities, self._table_of(storage))
+
+    def _draw_captured(
+        self,
+        block: SlotBlock,
+        table: DevicePriorities,
+        batch_size: int,
+        recipe: tuple[int, float, NestedKey],
+        options: dict[str, Any],
+    ) -> tuple[TensorDict, dict[NestedKey, torch.Tensor]] | None:
+        """Draws by one graph, some forty launches in one; None where that is not possible."""
+        if capturing(block):
+            return None
+        table.settle(block)
+        choice = self._choice
+        if choice is None or choice.table is not table:
+            choice = self._choice = ByPriority(table, self.weight_key)
+        return assemble_fused(block, batch_size, *recipe, generator=None, choice=choice, **options)
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
         """Draws rows; see :meth:`draw_batch`."""
@@ -328,7 +355,7 @@ class PrioritizedTransitionSampler(TransitionSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.update(_table=None, _restart=True, _loaded=self.state_dict()["priorities"])
+        state.update(_table=None, _choice=None, _restart=True, _loaded=self.state_dict()["priorities"])
         return state
 
     def __repr__(self) -> str:

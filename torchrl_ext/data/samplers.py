@@ -148,6 +148,8 @@ class TransitionSampler(SlotSampler):
     @staticmethod
     def _refuse_empty(block: SlotBlock) -> None:
         # With two rows in one stream a row surely has its successor; only below that a device is asked.
+        if block.longest < 2:
+            block.catch_up()
         if (block.longest < 2 or block.may_have_holes) and not int(sampleable_counts(block)[2].sum()):
             raise RuntimeError(_EMPTY.format("none"))
 
