@@ -103,7 +103,8 @@ def _routed_extend(device: torch.device, streams: int, shuffled: bool) -> Compar
         for key, leaf in leaves.items()
     }
     places = itertools.cycle(range(0, slots * streams, RECORDS))
-    sources = itertools.cycle(batches)
+    # Each candidate reads its own rotation: records must continue what was written before.
+    ours_source, limit_source, peer_source = (itertools.cycle(batches) for _ in range(3))
 
     def copy(batch: TensorDict) -> None:
         start = next(places)
@@ -122,11 +123,11 @@ def _routed_extend(device: torch.device, streams: int, shuffled: bool) -> Compar
         copy(batch)
     return Comparison(
         config=f"{streams} streams, {'shuffled' if shuffled else 'in order'}",
-        ours=Candidate(buffer.extend, lambda: next(sources)),
+        ours=Candidate(buffer.extend, lambda: next(ours_source)),
         limit_name="one plain copy per leaf",
-        limit=Candidate(copy, lambda: next(sources)),
+        limit=Candidate(copy, lambda: next(limit_source)),
         peer_name=f"torchrl {_version()} ReplayBufferEnsemble.extend",
-        peer=Candidate(peer.extend, lambda: next(sources).copy()),
+        peer=Candidate(peer.extend, lambda: next(peer_source).copy()),
         bytes_moved=sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves.values()),
         extra={"records": RECORDS, "streams": streams},
     )

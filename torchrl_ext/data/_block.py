@@ -196,11 +196,10 @@ class SlotBlock:
             self.np_hole_step = self.hole_step.numpy()
             self.np_rows = self.rows.numpy()
             self.np_final = self.np_rows.view(np.int32)[:, self.layout.final_offset // 4]
-            self.np_successors = self.np_rows[:, : self.layout.successor_bytes]
             # As one item per row NumPy copies rows in half the time that a row of bytes takes.
             self.row_items = items(self.np_rows)
             if self.layout.derives:
-                self.successor_items = items(self.np_successors)
+                self.successor_items = items(self.np_rows[:, : self.layout.successor_bytes])
         else:
             self.mirror()
 

@@ -181,7 +181,8 @@ def grow(storage: SlotStorage, *, finals: int = 0, holes: int = 0) -> SlotBlock:
     )
     new.ring.copy_(old.ring)
     new.positions.copy_(old.positions)
-    moved_finals(old, new)
+    if old.layout.derives:
+        moved_finals(old, new)
     ids = np.arange(old.num_streams)
     for back in range(1, old.hole_capacity + 1):
         sequence = old.np_positions[HOLES] - back

@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDict
 
 from torchrl_ext.data import _fused as fused
-from torchrl_ext.data._block import HEAD, SlotBlock
+from torchrl_ext.data._block import HEAD, SlotBlock, items
 from torchrl_ext.data._gather import Chain, Span, successors, successors_numpy, transition_leaves
 from torchrl_ext.data._transitions import _own_memory, _take
 from torchrl_ext.data._windows import Windows
@@ -78,36 +78,44 @@ plan_batch = lru_cache(maxsize=64)(BatchPlan.of)
 
 def unwrapped_rows(first: np.ndarray, seq_len: int, num_streams: int) -> np.ndarray:
     """Returns the unwrapped rows ``[B, T]`` of windows on the host, given their first ones."""
-    return first[:, None] + _ladder_numpy(seq_len, num_streams)
+    return first[:, None] + _ladder_numpy(seq_len) * num_streams
 
 
 def gather_on_host(
     block: SlotBlock, first: np.ndarray, seq_len: int, plan: BatchPlan, pool: BatchPool | None
 ) -> torch.Tensor:
     """Fills a block with the rows of windows, window by window, given their unwrapped first rows."""
-    num_streams, ring = block.num_streams, block.capacity * block.num_streams
-    unwrapped = unwrapped_rows(first, seq_len, num_streams)
-    grid = unwrapped % ring
-    at, width = grid.ravel(), block.words.shape[1]
+    num_streams, capacity = block.num_streams, block.capacity
     raw = _take(plan.nbytes, block.device, pool)
-    words = raw.view(_WORD).as_strided((len(at), width), (width, 1))
-    torch.index_select(block.words, 0, torch.from_numpy(at), out=words)
     numbers = raw.numpy()
+    count = len(first) * seq_len
+    wide = numbers[plan.index_at :].view(np.int64)
+    index = wide[: 2 * count].reshape(len(first), seq_len, 2)
+    # Divisions are for the first rows alone: what follows counts on, and wraps once at most.
+    step, stream = np.divmod(first, num_streams)
+    lap, slot = np.divmod(step, capacity)
+    slots = slot[:, None] + _ladder_numpy(seq_len)
+    wrapped = slots >= capacity
+    np.subtract(slots, wrapped * capacity, out=index[..., 0])
+    index[..., 1] = stream[:, None]
+    np.add(lap[:, None], wrapped, out=wide[2 * count : 3 * count].reshape(wrapped.shape))
+    at, width = (index[..., 0] * num_streams + stream[:, None]).ravel(), block.words.shape[1]
+    words = raw.view(_WORD).as_strided((count, width), (width, 1))
+    torch.index_select(block.words, 0, torch.from_numpy(at), out=words)
     if block.layout.derives:
-        rows = numbers[: plan.later_at].view(np.complex128).reshape(len(at), width)
-        later = numbers[plan.later_at : plan.index_at].view(np.complex128).reshape(len(at), -1)
-        _put_successors(block, first, at, rows, later)
-    wide, count = numbers[plan.index_at :].view(np.int64), len(at)
-    index = wide[: 2 * count].reshape(*grid.shape, 2)
-    np.divmod(grid, num_streams, out=(index[..., 0], index[..., 1]))
-    np.floor_divide(unwrapped, ring, out=wide[2 * count : 3 * count].reshape(grid.shape))
+        rows = numbers[: plan.later_at].reshape(count, -1)
+        later = numbers[plan.later_at : plan.index_at].reshape(count, -1)
+        _put_successors(block, step, stream, at, rows, later)
     return raw
 
 
-def _put_successors(block: SlotBlock, first: np.ndarray, at: np.ndarray, rows: np.ndarray, later: np.ndarray) -> None:
+def _put_successors(
+    block: SlotBlock, step: np.ndarray, stream: np.ndarray, at: np.ndarray, rows: np.ndarray, later: np.ndarray
+) -> None:
     """Copies the successors inside a window from its next row, and looks for the others: at ends and behind it."""
-    num_streams, seq_len = block.num_streams, len(at) // len(first)
-    later[:-1] = rows[1:, : later.shape[1]]
+    num_streams, seq_len = block.num_streams, len(at) // len(step)
+    found = items(later)
+    found[:-1] = items(rows[1:, : later.shape[1]])
     final = rows.view(np.int32)[:, block.layout.final_offset // 4]
     other = final != FOLLOWED
     other[seq_len - 1 :: seq_len] = True
@@ -117,13 +125,12 @@ def _put_successors(block: SlotBlock, first: np.ndarray, at: np.ndarray, rows: n
     following = (row + num_streams) % (block.capacity * num_streams)
     after = np.where(kind >= 0, side, np.where(kind == FOLLOWED, following, row))
     # Only the last row of a window can be the newest of its stream, whose successor may be pending.
-    step, stream = np.divmod(first, num_streams)
     newest = (step + seq_len == block.np_positions[HEAD, stream]).nonzero()[0]
     if len(newest):
         last = newest * seq_len + (seq_len - 1)
         chain = Chain(None, at[last], np.ones_like(last), None, final[last])
         after[lane.searchsorted(last)] = successors_numpy(block, chain, stream[newest], 1)
-    later.view(np.uint8)[lane] = block.np_successors[after]
+    found[lane] = block.successor_items[after]
 
 
 def gather_on_device(block: SlotBlock, windows: Windows[torch.Tensor], seq_len: int, plan: BatchPlan) -> torch.Tensor:
@@ -171,8 +178,8 @@ def gather_fused(
 
 
 @lru_cache(maxsize=16)
-def _ladder_numpy(seq_len: int, num_streams: int) -> np.ndarray:
-    return np.arange(seq_len) * num_streams
+def _ladder_numpy(seq_len: int) -> np.ndarray:
+    return np.arange(seq_len)
 
 
 @lru_cache(maxsize=16)

@@ -217,7 +217,7 @@ def moved_finals(old: SlotBlock, new: SlotBlock) -> None:
         step = old.np_final_step[np.arange(old.num_streams), place]
         keep = np.flatnonzero((sequence >= 0) & ((step >= low) | (back == 0)))
         target = new.side_start + keep * new.final_capacity + moved[keep]
-        new.np_successors[target] = old.np_successors[old.side_start + keep * capacity + place[keep]]
+        new.successor_items[target] = old.successor_items[old.side_start + keep * capacity + place[keep]]
         if back:
             new.np_final_step[keep, moved[keep]] = step[keep]
             new.np_final[step[keep] % old.capacity * old.num_streams + keep] = moved[keep]
