@@ -1,0 +1,120 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The newest value of a busy publisher: whole, and never an older one. A value names its version in every byte."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_ext.transport import SeqlockSlots
+
+DEADLINE = 60.0
+#: Snapshots of the stress test; a hundred thousand in the long run.
+SNAPSHOTS = int(os.environ.get("SEQLOCK_SNAPSHOTS", "5000"))
+WORDS = 512
+
+
+def value(version: int) -> torch.Tensor:
+    return torch.full((WORDS,), version, dtype=torch.int64).view(torch.uint8)
+
+
+def room() -> torch.Tensor:
+    return torch.zeros(8 * WORDS, dtype=torch.uint8)
+
+
+class TestOneProcess:
+    def test_nothing_is_read_before_the_first_version(self):
+        assert SeqlockSlots(8 * WORDS).read(room()) is None
+
+    def test_newest_version_is_read_once(self):
+        slots, out = SeqlockSlots(8 * WORDS), room()
+        for version in range(1, 6):
+            assert slots.publish(value(version)) == version
+        assert (slots.version, slots.read(out)) == (5, 5)
+        assert torch.equal(out, value(5))
+        assert slots.read(out) is None
+
+    def test_version_under_way_does_not_hide_the_finished_one(self, monkeypatch):
+        """Forced: the publisher stands in the middle of version 3."""
+        slots, out, seen = SeqlockSlots(8 * WORDS), room(), []
+        slots.publish(value(1))
+        slots.publish(value(2))
+        fence = slots._cursors.fence
+
+        def look() -> None:
+            fence()
+            if not seen:
+                seen.append(None)
+                seen[0] = reader.read(out), int(out.view(torch.int64)[0])
+
+        reader = SeqlockSlots.__new__(SeqlockSlots)
+        reader._open(slots._segment, slots.nbytes)
+        monkeypatch.setattr(slots._cursors, "fence", look)
+        slots.publish(value(3))
+        assert seen == [(2, 2)]
+
+    def test_copy_that_was_overtaken_twice_is_made_again(self, monkeypatch):
+        """Forced: two versions are published between the reader's copy and its second look."""
+        slots, out, fences = SeqlockSlots(8 * WORDS), room(), []
+        publisher = SeqlockSlots.__new__(SeqlockSlots)
+        publisher._open(slots._segment, slots.nbytes)
+        publisher.publish(value(1))
+
+        def fence() -> None:
+            fences.append(None)
+            if len(fences) == 2:
+                publisher.publish(value(2))
+                publisher.publish(value(3))
+
+        monkeypatch.setattr(slots._cursors, "fence", fence)
+        assert slots.read(out) == 3
+        assert torch.equal(out, value(3))
+
+    def test_reader_gives_up_after_its_attempts(self, monkeypatch):
+        slots = SeqlockSlots(8 * WORDS)
+        publisher = SeqlockSlots.__new__(SeqlockSlots)
+        publisher._open(slots._segment, slots.nbytes)
+        publisher.publish(value(1))
+        monkeypatch.setattr(slots._cursors, "fence", lambda: [publisher.publish(value(0)) for _ in range(2)])
+        assert slots.read(room(), attempts=3) is None
+
+    def test_empty_value_is_refused(self):
+        with pytest.raises(ValueError, match="nbytes must be at least 1"):
+            SeqlockSlots(0)
+
+
+def publish_for_ever(slots: SeqlockSlots, stop: Any) -> None:
+    version = 0
+    while not stop.is_set():
+        for _ in range(100):
+            version += 1
+            slots.publish(value(version))
+
+
+def test_busy_publisher_never_shows_a_torn_or_an_older_value():
+    """case 36"""
+    context = mp.get_context("spawn")
+    slots, stop, out = SeqlockSlots(8 * WORDS), context.Event(), room()
+    process = context.Process(target=publish_for_ever, args=(slots, stop), daemon=True)
+    process.start()
+    end, last, accepted = time.monotonic() + DEADLINE + SNAPSHOTS / 1000, 0, 0
+    try:
+        while accepted < SNAPSHOTS:
+            assert time.monotonic() < end, f"{accepted} of {SNAPSHOTS} snapshots were accepted in time"
+            version = slots.read(out)
+            if version is None:
+                continue
+            numbers = out.view(torch.int64)
+            assert bool((numbers == version).all()), "torn"
+            assert version > last
+            last, accepted = version, accepted + 1
+    finally:
+        stop.set()
+        process.join(DEADLINE)
+        process.kill()

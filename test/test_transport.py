@@ -1,0 +1,472 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The contract of a ring: order, room, borrowed spans, final observations, tails, death. Rows name (stream, step)."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.transport import HostConsumer, HostProducer, HostRing, RingClosed, RingPeerDied
+from torchrl_ext.transport.cursors import Cursor
+
+DEADLINE = 60.0
+#: Slots of the stress test; a million in the long run.
+STRESS_SLOTS = int(os.environ.get("RING_STRESS_SLOTS", "20000"))
+FEATURES = 5
+
+
+def make_layout() -> RowLayout:
+    zeros, no = torch.zeros(FEATURES), torch.zeros(1, dtype=torch.bool)
+    return RowLayout.from_tensordict(
+        TensorDict(
+            {
+                "observation": zeros,
+                "step": torch.zeros((), dtype=torch.int64),
+                "next": {"observation": zeros, "reward": torch.zeros(1), "done": no, "terminated": no, "truncated": no},
+            },
+            [],
+        )
+    )
+
+
+def make(capacity: int = 4, num_streams: int = 2, **options: Any) -> tuple[HostRing, HostProducer, HostConsumer]:
+    ring = HostRing(make_layout(), capacity, num_streams, **options)
+    return ring, HostProducer(ring), HostConsumer(ring)
+
+
+def shown(stream: np.ndarray | int, step: int) -> Any:
+    """The number that all features of an observation hold."""
+    return 1000.0 * np.asarray(stream) + step % 1000
+
+
+def packed(layout: RowLayout, numbers: Any) -> torch.Tensor:
+    """Observations that hold these numbers, as the producer hands final observations and tails over."""
+    numbers = torch.as_tensor(np.asarray(numbers), dtype=torch.float32)
+    rows = torch.zeros(len(numbers), layout.successor_bytes, dtype=torch.uint8)
+    layout.leaves(rows, layout.prefix)["observation"].copy_(numbers.unsqueeze(-1))
+    return rows
+
+
+def write_step(
+    ring: HostRing, producer: HostProducer, step: int, *, ended: tuple[int, ...] = (), tail: bool = False
+) -> bool:
+    """One step of all streams; ``ended`` ones are truncated at a final observation of 0.5 more than a next one has."""
+    slot = producer.reserve()
+    if slot is None:
+        return False
+    streams = np.arange(ring.num_streams)
+    slot["observation"].copy_(torch.from_numpy(shown(streams, step)).float().unsqueeze(-1))
+    slot["step"].fill_(step)
+    slot["next", "reward"].fill_(step)
+    flag = torch.zeros(ring.num_streams, 1, dtype=torch.bool)
+    flag[list(ended)] = True
+    slot["next", "done"].copy_(flag)
+    slot["next", "truncated"].copy_(flag)
+    slot["next", "terminated"].zero_()
+    ids = np.asarray(ended, dtype=np.int64)
+    producer.publish(
+        final_streams=ids if ended else None,
+        finals=packed(ring.layout, shown(ids, step + 1) + 0.5) if ended else None,
+        tail=packed(ring.layout, shown(streams, step + 1)) if tail else None,
+    )
+    return True
+
+
+def steps_of(consumer: HostConsumer) -> list[int]:
+    """Reads and commits everything that is published."""
+    found: list[int] = []
+    while (span := consumer.read_span()) is not None:
+        with span:
+            assert span.num_steps == len(span.rows)
+            found += span.view()["step"][:, 0].tolist()
+    return found
+
+
+class TestOrderAndRoom:
+    def test_steps_arrive_once_in_order_over_many_laps(self):
+        ring, producer, consumer = make()
+        found, step, generator = [], 0, np.random.default_rng(0)
+        while step < 100:
+            for _ in range(generator.integers(1, 6)):
+                step += write_step(ring, producer, step)
+            found += steps_of(consumer)
+        assert found == list(range(step))
+
+    def test_burst_is_accepted_up_to_the_capacity(self):
+        """case 50"""
+        ring, producer, consumer = make(capacity=4)
+        assert [write_step(ring, producer, step) for step in range(7)] == [True] * 4 + [False] * 3
+        assert consumer.fill == 4
+        assert steps_of(consumer) == [0, 1, 2, 3]
+        assert write_step(ring, producer, 4)
+
+    def test_span_is_the_longest_run_of_neighbours(self):
+        ring, producer, consumer = make(capacity=4)
+        for step in range(3):
+            write_step(ring, producer, step)
+        assert consumer.read_span().num_steps == 3
+        ring, producer, consumer = make(capacity=4)
+        for step in range(3):
+            write_step(ring, producer, step)
+        steps_of(consumer)
+        for step in range(3, 6):
+            write_step(ring, producer, step)
+        with consumer.read_span() as span:
+            assert (span.first_step, span.num_steps) == (3, 1), "the end of the ring ends a span"
+        with consumer.read_span() as span:
+            assert (span.first_step, span.num_steps) == (4, 2)
+
+    def test_span_has_at_most_as_many_steps_as_asked_for(self):
+        ring, producer, consumer = make(capacity=4)
+        for step in range(4):
+            write_step(ring, producer, step)
+        with consumer.read_span(3) as span:
+            assert span.num_steps == 3
+        assert steps_of(consumer) == [3]
+
+    def test_credit_bounds_what_is_ever_written(self):
+        ring, producer, consumer = make(capacity=4)
+        consumer.grant(6)
+        written = 0
+        for _ in range(5):
+            while write_step(ring, producer, written):
+                written += 1
+            steps_of(consumer)
+        assert written == 6
+        consumer.grant(7)
+        assert write_step(ring, producer, 6) and not write_step(ring, producer, 7)
+
+    def test_slot_is_not_seen_before_it_is_published(self):
+        ring, producer, consumer = make()
+        slot = producer.reserve()
+        slot["step"].fill_(7)
+        assert consumer.read_span() is None
+        producer.publish()
+        assert steps_of(consumer) == [7]
+
+
+class TestBorrowedSpans:
+    def test_committed_span_shows_nothing(self):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        span = consumer.read_span()
+        span.commit()
+        span.commit()
+        for look in (lambda: span.rows, span.view, lambda: span.run):
+            with pytest.raises(RuntimeError, match="were committed"):
+                look()
+
+    def test_slots_are_not_written_again_before_they_are_committed(self):
+        ring, producer, consumer = make(capacity=2)
+        for step in range(2):
+            write_step(ring, producer, step)
+        span = consumer.read_span()
+        assert not write_step(ring, producer, 2)
+        assert span.view()["step"][:, 0].tolist() == [0, 1]
+        span.commit()
+        assert write_step(ring, producer, 2)
+
+    def test_block_that_is_left_by_an_exception_read_nothing(self):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        span = consumer.read_span()
+        with pytest.raises(KeyError), span:
+            raise KeyError
+        assert span.view()["step"][0, 0] == 0
+        span.commit()
+
+    def test_next_span_needs_the_last_one_committed(self):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        consumer.read_span()
+        with pytest.raises(RuntimeError, match="must be committed"):
+            consumer.read_span()
+
+
+class TestFinalObservations:
+    def test_they_arrive_with_their_rows_over_many_laps(self):
+        ring, producer, consumer = make(capacity=4, num_streams=3, final_capacity=7)
+        generator = np.random.default_rng(1)
+        for step in range(200):
+            ended = tuple(np.flatnonzero(generator.random(3) < 0.4).tolist())
+            assert write_step(ring, producer, step, ended=ended)
+            with consumer.read_span() as span:
+                run = span.run
+                assert (run.final_rows.tolist() if ended else run.final_rows) == (list(ended) or None)
+                if ended:
+                    numbers = ring.layout.leaves(run.finals, ring.layout.prefix)["observation"][:, 0]
+                    assert numbers.tolist() == (shown(np.array(ended), step + 1) + 0.5).tolist()
+
+    def test_rows_of_a_span_are_counted_over_its_steps(self):
+        ring, producer, consumer = make(capacity=4, num_streams=3)
+        for step, ended in enumerate([(2,), (), (0, 1)]):
+            write_step(ring, producer, step, ended=ended)
+        assert consumer.read_span().run.final_rows.tolist() == [2, 6, 7]
+
+    def test_slot_is_refused_while_the_arena_might_not_do(self):
+        ring, producer, consumer = make(capacity=8, num_streams=2, final_capacity=3)
+        assert write_step(ring, producer, 0, ended=(0, 1))
+        assert not write_step(ring, producer, 1), "one place is left, and two streams may end"
+        steps_of(consumer)
+        assert write_step(ring, producer, 1)
+
+    def test_terminated_rows_without_one_are_marked_for_their_lap_alone(self):
+        ring, producer, consumer = make(capacity=2)
+        for step in range(6):
+            producer.reserve()
+            producer.publish(cut_streams=np.array([1]) if step == 1 else None)
+            with consumer.read_span() as span:
+                final = span.rows.view(torch.int32)[0, :, ring.layout.final_offset // 4].tolist()
+                assert final == ([-1, -2] if step == 1 else [-1, -1])
+
+    def test_rings_of_many_steps_make_the_replay_of_single_ones(self):
+        """Every sampled transition has its true successor, whatever the spans were."""
+        ring, producer, consumer = make(capacity=4, num_streams=3)
+        storage = SlotStorage(64, 3, layout=ring.layout)
+        buffer = SlotReplayBuffer(storage=storage, sampler=TransitionSampler(), batch_size=2000)
+        generator, step, ends = np.random.default_rng(2), 0, set()
+        while step < 60:
+            for _ in range(generator.integers(1, 5)):
+                ended = tuple(np.flatnonzero(generator.random(3) < 0.2).tolist())
+                if write_step(ring, producer, step, ended=ended, tail=True):
+                    ends |= {(stream, step) for stream in ended}
+                    step += 1
+            while (span := consumer.read_span()) is not None:
+                with span:
+                    buffer.extend_batch(span.run)
+        sample = buffer.sample()
+        streams = sample["index"][:, 1].numpy()
+        for stream, at, after in zip(
+            streams, sample["step"].flatten().tolist(), sample["next", "observation"][:, 0].tolist(), strict=True
+        ):
+            assert after == shown(int(stream), at + 1) + (0.5 if (int(stream), at) in ends else 0.0)
+        assert set(sample["step"].flatten().tolist()) == set(range(step)), "the newest row has its tail"
+
+
+class TestTail:
+    def test_newest_row_has_its_successor(self):
+        ring, producer, consumer = make()
+        for step in range(2):
+            write_step(ring, producer, step, tail=True)
+        tail = consumer.read_span().run.tail
+        numbers = ring.layout.leaves(tail, ring.layout.prefix)["observation"][:, 0]
+        assert numbers.tolist() == shown(np.arange(2), 2).tolist()
+
+    def test_span_that_does_not_reach_the_newest_row_has_none(self):
+        ring, producer, consumer = make()
+        for step in range(2):
+            write_step(ring, producer, step, tail=True)
+        assert consumer.read_span(1).run.tail is None
+
+    def test_tail_that_is_begun_anew_while_it_is_read_does_not_count(self, monkeypatch):
+        """Forced: the producer goes on between the consumer's copy and its second look."""
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0, tail=True)
+        fences = []
+
+        def fence() -> None:
+            fences.append(len(fences))
+            if len(fences) == 3:  # admitted, begun, copied
+                write_step(ring, producer, 1, tail=True)
+
+        monkeypatch.setattr(consumer._cursors, "fence", fence)
+        span = consumer.read_span()
+        assert (span.num_steps, span.run.tail) == (1, None)
+
+    def test_tail_of_another_step_does_not_count(self):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0, tail=True)
+        write_step(ring, producer, 1)
+        assert consumer.read_span().run.tail is None
+
+
+class TestOrdering:
+    """Contract: the counter moves after what it admits, with a fence between (asserted as the order of calls)."""
+
+    def test_publish_fences_before_the_counter_moves(self, monkeypatch):
+        ring, producer, _ = make()
+        producer.reserve()["step"].fill_(3)
+        seen = []
+        monkeypatch.setattr(
+            producer._cursors,
+            "fence",
+            lambda: seen.append((ring.parts.cursors()[Cursor.ISSUED], int(ring.parts.counts[0]))),
+        )
+        ring.parts.counts[0] = 9
+        producer.publish()
+        assert seen == [(0, 0)]
+        assert ring.parts.cursors()[Cursor.ISSUED] == 1
+
+    def test_commit_fences_before_the_slots_are_given_back(self, monkeypatch):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        span, seen = consumer.read_span(), []
+        monkeypatch.setattr(consumer._cursors, "fence", lambda: seen.append(ring.parts.cursors()[Cursor.READ]))
+        span.commit()
+        assert seen == [0]
+        assert ring.parts.cursors()[Cursor.READ] == 1
+
+
+class TestEndOfARing:
+    def test_what_was_published_is_read_before_the_end_is_told(self):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        producer.close()
+        with consumer.read_span() as span:
+            assert span.num_steps == 1
+        with pytest.raises(RingClosed, match="everything was read"):
+            consumer.read_span()
+
+    def test_producer_is_told_that_nothing_more_is_wanted(self):
+        ring, producer, consumer = make()
+        consumer.close()
+        with pytest.raises(RingClosed, match="Nothing was reserved"):
+            producer.reserve()
+
+    def test_dead_producer_is_noticed_when_everything_was_read(self):
+        ring, producer, _ = make()
+        consumer = HostConsumer(ring, is_alive=lambda: False)
+        write_step(ring, producer, 0)
+        with consumer.read_span() as span:
+            assert span.num_steps == 1
+        with pytest.raises(RingPeerDied, match="producer's process"):
+            consumer.read_span()
+
+    def test_dead_consumer_is_noticed_when_there_is_no_room(self):
+        ring, _, _ = make(capacity=2)
+        producer = HostProducer(ring, is_alive=lambda: False)
+        assert [write_step(ring, producer, step) for step in range(2)] == [True, True]
+        with pytest.raises(RingPeerDied, match="consumer's process"):
+            producer.reserve()
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("sizes", [(1, 2), (4, 0)])
+    def test_impossible_sizes_are_refused(self, sizes):
+        with pytest.raises(ValueError, match="HostRing: capacity must be at least 2"):
+            HostRing(make_layout(), *sizes)
+
+    def test_arena_smaller_than_a_step_is_refused(self):
+        with pytest.raises(ValueError, match="final_capacity at least num_streams"):
+            HostRing(make_layout(), 4, 3, final_capacity=2)
+
+    def test_more_memory_than_there_is_is_refused_with_both_numbers(self):
+        with pytest.raises(MemoryError, match=r"HostRing: .* GB are needed, .* are free. Nothing was allocated"):
+            HostRing(make_layout(), 2**30, 2**20)
+
+    def test_publish_without_a_slot_is_refused(self):
+        _, producer, _ = make()
+        with pytest.raises(RuntimeError, match="must follow reserve"):
+            producer.publish()
+
+    def test_finals_without_their_streams_are_refused_and_the_slot_stays_reserved(self):
+        ring, producer, consumer = make()
+        producer.reserve()
+        with pytest.raises(ValueError, match="Nothing was published"):
+            producer.publish(finals=packed(ring.layout, [1.0]))
+        assert consumer.fill == 0
+        producer.publish()
+        assert consumer.fill == 1
+
+
+# ------------------------------------------------------------------------------------------- processes
+def produce(ring: HostRing, slots: int, seed: int) -> None:
+    """A worker that writes as fast as it can, ends included."""
+    producer, generator = HostProducer(ring), np.random.default_rng(seed)
+    for step in range(slots):
+        ended = tuple(np.flatnonzero(generator.random(ring.num_streams) < 0.05).tolist())
+        while not write_step(ring, producer, step, ended=ended, tail=step % 3 == 0):
+            time.sleep(0)
+    producer.close()
+
+
+def reserve_and_wait(ring: HostRing, ready: Any) -> None:
+    """A worker that dies between ``reserve`` and ``publish``."""
+    producer = HostProducer(ring)
+    write_step(ring, producer, 0)
+    producer.reserve()["step"].fill_(99)
+    ready.set()
+    time.sleep(2 * DEADLINE)
+
+
+class TestTwoProcesses:
+    def test_no_slot_is_torn_lost_or_repeated(self):
+        ring, _, consumer = make(capacity=8, num_streams=4)
+        process = mp.get_context("spawn").Process(target=produce, args=(ring, STRESS_SLOTS, 3), daemon=True)
+        process.start()
+        end, expected, streams = time.monotonic() + DEADLINE + STRESS_SLOTS / 2000, 0, np.arange(4)
+        try:
+            while True:
+                assert time.monotonic() < end, f"{expected} of {STRESS_SLOTS} slots arrived in time"
+                try:
+                    span = consumer.read_span()
+                except RingClosed:
+                    break
+                if span is None:
+                    continue
+                with span:
+                    steps = np.arange(expected, expected + span.num_steps)
+                    view = span.view()
+                    assert (view["step"].numpy() == steps[:, None]).all()
+                    wanted = 1000.0 * streams + (steps % 1000)[:, None]
+                    assert (view["observation"].numpy() == wanted[..., None]).all()
+                    run = span.run
+                    if run.final_rows is not None:
+                        step, stream = np.divmod(run.final_rows.numpy(), 4)
+                        numbers = ring.layout.leaves(run.finals, ring.layout.prefix)["observation"].numpy()
+                        wanted = 1000.0 * stream + (steps[step] + 1) % 1000 + 0.5
+                        assert (numbers == wanted[:, None]).all()
+                    if run.tail is not None:
+                        numbers = ring.layout.leaves(run.tail, ring.layout.prefix)["observation"].numpy()
+                        assert (numbers == (1000.0 * streams + (steps[-1] + 1) % 1000)[:, None]).all()
+                    expected += span.num_steps
+            assert expected == STRESS_SLOTS
+        finally:
+            process.kill()
+            process.join(DEADLINE)
+
+    def test_worker_killed_between_reserve_and_publish_is_noticed(self):
+        ring, _, _ = make()
+        context = mp.get_context("spawn")
+        ready = context.Event()
+        process = context.Process(target=reserve_and_wait, args=(ring, ready), daemon=True)
+        process.start()
+        try:
+            assert ready.wait(DEADLINE), "the worker did not start"
+            consumer = HostConsumer(ring, is_alive=process.is_alive)
+            with consumer.read_span() as span:
+                assert span.view()["step"][0, 0] == 0
+            assert consumer.read_span() is None, "the worker lives and has published nothing more"
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(DEADLINE)
+            with pytest.raises(RingPeerDied):
+                consumer.read_span()
+        finally:
+            process.kill()
+
+    def test_nothing_is_left_in_shared_memory_nor_open(self):
+        """case 38: the segment has no name, so neither the size of /dev/shm nor a killed process matters."""
+        before, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+        for _ in range(20):
+            ring, producer, consumer = make()
+            write_step(ring, producer, 0)
+            assert steps_of(consumer) == [0]
+            assert set(os.listdir("/dev/shm")) <= names
+            del ring, producer, consumer
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+    def test_ring_larger_than_the_shared_memory_file_system_works(self):
+        """case 38"""
+        ring, producer, consumer = make(capacity=2048, num_streams=1024, final_capacity=1024)
+        assert write_step(ring, producer, 0, ended=tuple(range(1024)))
+        assert steps_of(consumer) == [0]

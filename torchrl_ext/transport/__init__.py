@@ -1,0 +1,11 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Rings that carry packed rows from worker processes to the learner's."""
+
+from torchrl_ext.transport.errors import RingClosed, RingPeerDied
+from torchrl_ext.transport.host_ends import HostConsumer, HostProducer
+from torchrl_ext.transport.host_ring import HostRing
+from torchrl_ext.transport.ring import Span
+from torchrl_ext.transport.seqlock import SeqlockSlots
+
+__all__ = ["HostConsumer", "HostProducer", "HostRing", "RingClosed", "RingPeerDied", "SeqlockSlots", "Span"]
