@@ -321,6 +321,21 @@ class TestManyStreamCases:
         assert (record["peer_ms"] is None) == ("peer_missing" in record["extra"])
 
 
+class TestRingCases:
+    """Contract: the cases of rings run end to end at a tiny size, with or without their peer."""
+
+    @pytest.mark.parametrize("name", ["ring_host_drain", "ring_push", "weight_sync"])
+    def test_case_runs(self, name):
+        (record,) = compare.run_case(name, cases.load(name), CPU, sizes=[TINY], rounds=2)
+        assert list(record) == KEYS
+        assert record["ratio_limit"] > 0
+
+    @pytest.mark.parametrize("name", ["ring_host_drain", "ring_push", "weight_sync"])
+    def test_host_memory_is_not_measured_on_a_gpu(self, name):
+        with pytest.raises(ValueError, match="--device cpu"):
+            next(cases.load(name)(torch.device("cuda"), [TINY]))
+
+
 class TestReplayCases:
     """Contract: every case runs end to end at a tiny size, with and without its peer."""
 

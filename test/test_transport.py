@@ -155,6 +155,22 @@ class TestOrderAndRoom:
         assert steps_of(consumer) == [7]
 
 
+class TestPush:
+    def test_step_of_separate_fields_is_published_whole(self):
+        ring, producer, consumer = make(capacity=2)
+        leaves = {key: torch.ones(2, *field.shape, dtype=field.dtype) for key, field in ring.layout.by_key.items()}
+        assert [producer.push(leaves) for _ in range(3)] == [True, True, False]
+        with consumer.read_span() as span:
+            view = span.view()
+            assert all(bool((view[key] == 1).all()) for key in ring.layout.by_key)
+
+    def test_missing_field_publishes_nothing(self):
+        ring, producer, consumer = make()
+        with pytest.raises(KeyError):
+            producer.push({"step": torch.zeros(2, dtype=torch.int64)})
+        assert consumer.fill == 0
+
+
 class TestBorrowedSpans:
     def test_committed_span_shows_nothing(self):
         ring, producer, consumer = make()

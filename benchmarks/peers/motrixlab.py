@@ -82,3 +82,13 @@ def _import(module: str) -> Any:
             f"{DISTRIBUTION}=={VERSION} cannot be imported ({error}); "
             "run pip install --no-deps -r benchmarks/requirements-peers.txt."
         ) from error
+
+
+def build_ring(*, slots: int, streams: int, observation: int, critic_observation: int, action: int) -> Any:
+    """Returns a ``SharedTransitionRing``, whose ``push`` takes the fields of one step and ``read_span`` gives views.
+
+    Raises:
+        PeerUnavailableError: if the package cannot be imported here.
+    """
+    module = _import("motrix_rl_builtin.fastsac.async_impl.transport")
+    return module.SharedTransitionRing(slots, streams, observation, critic_observation, action)

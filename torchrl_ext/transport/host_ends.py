@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 
 from torchrl_ext.data import PackedRun
 from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR
@@ -37,6 +37,7 @@ class HostProducer:
         self._issued = self._cursors[Cursor.ISSUED]
         self._finals = self._cursors[Cursor.FINALS_ISSUED]
         self._views = [ring.layout.view(rows).lock_() for rows in ring.parts.rows]
+        self._leaves = [ring.layout.leaves(rows, ring.layout.fields) for rows in ring.parts.rows]
         self._marked: set[int] = set()
         self._reserved = False
 
@@ -59,6 +60,27 @@ class HostProducer:
         cursors.fence()  # the consumer's reads of this slot come before what is written now
         self._reserved = True
         return self._views[self._issued % ring.capacity]
+
+    def push(self, leaves: Mapping[NestedKey, torch.Tensor], **ends: Any) -> bool:
+        """Reserves a slot, copies one step into it and publishes it.
+
+        Args:
+            leaves (mapping): every field of the layout by key, ``[n, *feature]`` in host memory.
+            **ends: see :meth:`publish`.
+
+        Returns:
+            bool: whether there was room; nothing was done otherwise.
+
+        Raises:
+            KeyError: when a field is missing. Nothing was published, and the slot stays reserved.
+            RingClosed, RingPeerDied: see :meth:`reserve`.
+        """
+        if self.reserve() is None:
+            return False
+        for key, view in self._leaves[self._issued % self._ring.capacity].items():
+            view.copy_(leaves[key])
+        self.publish(**ends)
+        return True
 
     def publish(
         self,
