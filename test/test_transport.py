@@ -164,6 +164,22 @@ class TestPush:
             view = span.view()
             assert all(bool((view[key] == 1).all()) for key in ring.layout.by_key)
 
+    def test_arrays_do_as_well_and_are_cast(self):
+        ring, producer, consumer = make()
+        leaves = {key: np.full((2, *field.shape), 1.0) for key, field in ring.layout.by_key.items()}
+        assert producer.push(leaves)
+        with consumer.read_span() as span:
+            view = span.view()
+            assert all(bool((view[key] == 1).all()) for key in ring.layout.by_key)
+
+    def test_field_of_another_shape_publishes_nothing(self):
+        ring, producer, consumer = make()
+        leaves = {key: torch.ones(2, *field.shape) for key, field in ring.layout.by_key.items()}
+        leaves["step"] = torch.ones(1)
+        with pytest.raises(ValueError, match="'step' must have shape"):
+            producer.push(leaves)
+        assert consumer.fill == 0
+
     def test_missing_field_publishes_nothing(self):
         ring, producer, consumer = make()
         with pytest.raises(KeyError):

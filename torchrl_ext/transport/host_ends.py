@@ -61,24 +61,32 @@ class HostProducer:
         self._reserved = True
         return self._views[self._issued % ring.capacity]
 
-    def push(self, leaves: Mapping[NestedKey, torch.Tensor], **ends: Any) -> bool:
+    def push(self, leaves: Mapping[NestedKey, torch.Tensor | np.ndarray], **ends: Any) -> bool:
         """Reserves a slot, copies one step into it and publishes it.
 
         Args:
-            leaves (mapping): every field of the layout by key, ``[n, *feature]`` in host memory.
+            leaves (mapping): every field of the layout by key, tensors or arrays ``[n, *feature]``; numbers of another
+                dtype are cast.
             **ends: see :meth:`publish`.
 
         Returns:
             bool: whether there was room; nothing was done otherwise.
 
         Raises:
-            KeyError: when a field is missing. Nothing was published, and the slot stays reserved.
+            KeyError, ValueError: when a field is missing or of another shape. Nothing was published, and the slot stays
+                reserved.
             RingClosed, RingPeerDied: see :meth:`reserve`.
         """
         if self.reserve() is None:
             return False
         for key, view in self._leaves[self._issued % self._ring.capacity].items():
-            view.copy_(leaves[key])
+            value = leaves[key]
+            if value.shape != view.shape:
+                raise ValueError(
+                    f"HostProducer: key {key!r} must have shape {list(view.shape)}, got {list(value.shape)}. "
+                    "Nothing was published."
+                )
+            view.copy_(value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
         self.publish(**ends)
         return True
 
@@ -121,8 +129,11 @@ class HostProducer:
             parts.final[slot, torch.as_tensor(cut_streams)] = NO_SUCCESSOR
             self._marked.add(slot)
         if count and finals is not None:
-            at = (self._finals + np.arange(count)) % ring.final_capacity
-            parts.arena.index_copy_(0, torch.from_numpy(at), finals[:, :width])
+            begin = self._finals % ring.final_capacity
+            ahead = min(count, ring.final_capacity - begin)
+            parts.arena[begin : begin + ahead].copy_(finals[:ahead, :width])
+            if ahead < count:
+                parts.arena[: count - ahead].copy_(finals[ahead:, :width])
             parts.ended[slot, :count] = cast(np.ndarray, final_streams)
         parts.counts[slot] = count
         if tail is not None:
