@@ -6,7 +6,7 @@ ARGS ?=
 # Passed to pip, e.g. an index of CPU-only torch builds: make install PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
 # Cases of `make bench`.
-CASES ?= ingest sample sample_nstep
+CASES ?= ingest sample sample_nstep routed_extend ensemble_sample write_back dreamer_replay_path prioritized
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
