@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from test_replay_cases import steps
 from test_replay_device import books_on_the_device
-from torchrl.data import ReplayBuffer
+from torchrl.data import RandomSampler, ReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from torchrl_ext.data import (
@@ -939,6 +939,22 @@ class TestNothingIsReadBack:
             buffer.extend_batch(bare(7003, 3, 4))
             with NoHostSync():
                 buffer.sample(64)
+
+
+class TestOtherSamplers:
+    """Contract: a sampler that keeps no priorities ignores them, as in TorchRL; a check it cannot do is refused."""
+
+    def test_priorities_of_a_uniform_sampler_are_ignored(self):
+        buffer = SlotReplayBuffer(storage=SlotStorage(4), batch_size=4)
+        buffer.extend_batch(steps(0, 4))
+        sample = buffer.sample()
+        buffer.update_priority(sample["index"], torch.rand(4), sample["index_generation"])
+
+    def test_generations_need_a_sampler_that_checks_them(self):
+        buffer = SlotReplayBuffer(storage=SlotStorage(4), sampler=RandomSampler(), batch_size=4)
+        buffer.extend_batch(steps(0, 4))
+        with pytest.raises(TypeError, match="generation needs a sampler of torchrl_ext, got RandomSampler"):
+            buffer.update_priority(torch.arange(4), torch.rand(4), torch.zeros(4, dtype=torch.int64))
 
 
 class TestNumbersForTheKernels:

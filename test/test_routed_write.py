@@ -14,13 +14,15 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _reference import flat_rows
 from tensordict import LazyStackedTensorDict, TensorDict
 from test_replay_device import books_on_the_device
 
-from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler, _routed_device
+from torchrl_ext.data.packing import check_run
 
 KEY = "env_index"
 REFUSED = (ValueError, KeyError, TypeError, IndexError)
@@ -444,6 +446,35 @@ class TestStreamsOnTheDevice:
             with pytest.raises(RuntimeError, match="None of its records was written"):
                 len(buffer.storage)
             assert len(buffer.storage) == 0
+
+    @pytest.mark.parametrize("kind", ["books on the device", GPU])
+    def test_write_whose_streams_the_host_knows_raises_for_a_refusal_before_it_writes(self, kind, monkeypatch):
+        world = World(2, eventful=False)
+        if kind != "cuda":  # where the host keeps no books it would know every stream
+            known = lambda block, streams: np.bincount(streams, minlength=2) if len(streams) == 3 else None  # noqa: E731
+            monkeypatch.setattr(_routed_device, "_known_counts", known)
+        with kept_by(kind):
+            buffer = self.buffer(kind)
+            buffer.extend(self.cut(world, [0, 0, 0, 1], kind))
+            rows = buffer.storage.block.ring.clone()
+            with pytest.raises(RuntimeError, match="None of its records was written"):
+                buffer.extend(world.records([0, 1, 1]))
+            assert torch.equal(buffer.storage.block.ring, rows)
+            buffer.extend(world.records([0, 1, 1]))
+            assert (buffer.storage.head.tolist(), len(buffer.storage)) == ([1, 2], 3)
+
+    @pytest.mark.parametrize("kind", ["books on the device", GPU])
+    def test_record_of_a_stream_out_of_range_goes_nowhere_and_has_no_index(self, kind):
+        world = World(2, eventful=False)
+        with kept_by(kind):
+            buffer = self.buffer(kind)
+            data = world.records([0, 1, 1]).to(buffer.storage.device)
+            checked = check_run(RowLayout.from_tensordict(data), data, where="test", extra="raise", records=True)
+            buffer.extend(data)
+            streams = torch.tensor([1, 2, -1], device=buffer.storage.device)
+            index = _routed_device.write_records_on_device(buffer.storage.block, checked, streams)
+            assert index.tolist() == [[2, 1], [-1, -1], [-1, -1]]
+            assert buffer.storage.head.tolist() == [1, 3]
 
     @pytest.mark.parametrize("kind", ["books on the device", GPU])
     def test_writes_go_on_after_a_refusal(self, kind):

@@ -249,10 +249,10 @@ class SlotBlock:
     def mirror_later(self, counts: torch.Tensor, known: np.ndarray | None, fits: torch.Tensor | None) -> None:
         """Moves the mirrored heads by counts of rows that a device was given, now if ``known``, else when asked for.
 
-        ``fits`` is whether the device took them, None when that is sure.
+        ``fits`` is whether the device took them, None when that is sure. With ``known`` counts, those of earlier writes
+        must have been caught up.
         """
         if known is not None:
-            self.catch_up()
             self._add(known)
             return
         refused = torch.zeros_like(counts[:1]) if fits is None else (~fits).long().view(1)

@@ -29,14 +29,15 @@ def _kernels() -> ModuleType:
     return kernels
 
 
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def available(block: SlotBlock) -> bool:
     """Whether the fused kernels can serve a block."""
-    return (
-        block.device.type == "cuda"
-        and block.layout.derives
-        and block.num_streams <= _MOST_STREAMS
-        and importlib.util.find_spec("triton") is not None
-    )
+    return block.device.type == "cuda" and block.layout.derives and block.num_streams <= _MOST_STREAMS and has_triton()
 
 
 def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:

@@ -22,10 +22,13 @@ def write_records_on_device(block: SlotBlock, run: Run, streams: torch.Tensor) -
     Streams given on the host tell the host how far each stream goes. Those given on the device do not: it learns that
     by a copy that nobody waits for until positions are asked for. Streams out of range go nowhere. Whether the side
     table takes the cuts of such a write is decided on the device as well: a write that it cannot take changes nothing,
-    and the next call that asks for positions or writes raises.
+    and the first call that learns of it raises.
     """
-    block.raise_refused()
-    known = None if streams.device.type != "cpu" or block.device.type == "cpu" else np.bincount(streams.numpy())
+    known = _known_counts(block, streams)
+    if known is None:
+        block.raise_refused()
+    else:
+        block.catch_up()  # what was refused before raises here, while nothing is written
     given, num_streams, capacity = streams.to(block.device, non_blocking=True), block.num_streams, block.capacity
     valid = (given >= 0) & (given < num_streams)
     ids = torch.where(valid, given, 0)
@@ -68,12 +71,17 @@ def write_records_on_device(block: SlotBlock, run: Run, streams: torch.Tensor) -
     newest = (positions[HEAD] - 1) % capacity * num_streams + all_streams
     found = torch.where(block.final.index_select(0, newest) == FOLLOWED, state, CUT)
     positions[NEWEST] = torch.where(written, found, positions[NEWEST])
-    block.mirror_later(
-        counts, None if known is None else np.append(known, np.zeros(num_streams - len(known), int)), fits
-    )
-    index = torch.stack([steps % capacity, ids], -1)
-    index = index if fits is None else torch.where(fits, index, -1)
+    block.mirror_later(counts, known, fits)
+    named = valid if fits is None else valid & fits
+    index = torch.where(named.unsqueeze(-1), torch.stack([steps % capacity, ids], -1), -1)
     return index.to(streams.device, non_blocking=True)
+
+
+def _known_counts(block: SlotBlock, streams: torch.Tensor) -> np.ndarray | None:
+    """Returns how many records each stream gets where the host can tell without waiting, else None."""
+    if streams.device.type != "cpu" or block.device.type == "cpu":
+        return None
+    return np.bincount(streams.numpy(), minlength=block.num_streams)
 
 
 def _on(device: torch.device, run: Run) -> Run:

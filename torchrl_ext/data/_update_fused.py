@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 
 from torchrl_ext.data._block import SlotBlock
-from torchrl_ext.data._fused import geometry_of
+from torchrl_ext.data._fused import geometry_of, has_triton
 from torchrl_ext.data._words import as_words
 from torchrl_ext.data.write_back import Update, WriteBackResult
 
@@ -29,12 +28,7 @@ def _kernels() -> ModuleType:
 
 def can_update(block: SlotBlock, update: Update) -> bool:
     """Whether the kernels can apply an update."""
-    return (
-        block.device.type == "cuda"
-        and update.version is None
-        and len(update) > 0
-        and importlib.util.find_spec("triton") is not None
-    )
+    return block.device.type == "cuda" and update.version is None and len(update) > 0 and has_triton()
 
 
 def update_fused(block: SlotBlock, update: Update, counts: torch.Tensor) -> WriteBackResult:

@@ -16,6 +16,7 @@ from torchrl_ext.data._staging import stage
 from torchrl_ext.data._update_device import update_on_device
 from torchrl_ext.data._update_host import update_on_host
 from torchrl_ext.data.queued_updates import QueuedUpdates
+from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.write_back import Update, WriteBackResult, check_update
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ConditionalUpdates(QueuedUpdates):
                CUDA storage is updated on the caller's stream, by the calling thread.
     State      The queue of pending updates: their copies (at most ``max_pending_bytes``) and statistics.
     Publish    A row has all fields of a patch or none. Rows of one update appear in chunks, each under the lock of the
-               storage for a few tenths of a millisecond; what died meanwhile is noticed and reported stale.
+               storage for about half a millisecond; what died meanwhile is noticed and reported stale.
     Ordering   Updates apply in the order of submission, after every sample taken before, batches sampled ahead
                included. ``visibility="ordered"``: a sample issued later waits for them; ``"eventual"``: it does not.
     Full       See ``when_full`` of :class:`~torchrl_ext.data.SlotReplayBuffer`.
@@ -189,13 +190,18 @@ class ConditionalUpdates(QueuedUpdates):
             priority (float or torch.Tensor): one for all, or one per row.
             generation (torch.Tensor, optional): int64 ``[...]``; rows that were overwritten since keep their own
                 priority. Defaults to None: whatever lives there now.
+
+        Raises:
+            TypeError: for generations with a sampler that does not check them. Nothing was changed.
+            IndexError, ValueError: see the sampler. Nothing was changed.
         """
         if isinstance(index, tuple):
             index = torch.stack(torch.broadcast_tensors(*index), -1)
+        options = {} if generation is None else {"generation": generation}
+        if options and not isinstance(self._sampler, SlotSampler):
+            raise TypeError(
+                f"update_priority: generation needs a sampler of torchrl_ext, got {type(self._sampler).__name__}. "
+                "Nothing was changed."
+            )
         with self._replay_lock, self._write_lock, self._storage._lock, self._storage._order:
-            if generation is None:
-                self._sampler.update_priority(index, torch.as_tensor(priority), storage=self._storage)
-            else:
-                self._sampler.update_priority(
-                    index, torch.as_tensor(priority), storage=self._storage, generation=generation
-                )
+            self._sampler.update_priority(index, torch.as_tensor(priority), storage=self._storage, **options)

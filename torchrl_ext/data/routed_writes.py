@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data import ReplayBuffer
 
-from torchrl_ext.data.handles import SlotHandle
+if TYPE_CHECKING:
+    from torchrl_ext.data.handles import SlotHandle
 
 __all__ = ["RoutedWrites"]
 
@@ -31,9 +32,10 @@ class RoutedWrites(ReplayBuffer):
         self.routing_key = None if key is None else unravel_key(key)
         self.routing_dim = dim
 
-    def extend_batch(self, run: TensorDictBase, *, streams: slice | None = None) -> SlotHandle:
-        """Writes a run; implemented by the buffer."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def extend_batch(self, run: TensorDictBase, *, streams: slice | None = None) -> SlotHandle:
+            """Implemented by the buffer."""
 
     def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Writes TorchRL's stream-major data ``[N, T]`` (``[T]`` when there is one stream), or records by stream.

@@ -42,6 +42,17 @@ class SlotSampler(Sampler, metaclass=_KeepsReplacement):
     def take_back(self) -> None:
         """Forgets the batch drawn last, which its reader dropped; what it used up can be drawn again."""
 
+    def update_priority(
+        self,
+        index: torch.Tensor,
+        priority: float | torch.Tensor,
+        *,
+        storage: SlotStorage | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Does nothing, as in TorchRL: only a prioritized sampler keeps priorities."""
+        return None
+
     @abstractmethod
     def draw_batch(
         self,

@@ -240,6 +240,10 @@ class SlotStorage(SavedState):
         Raises:
             TypeError, KeyError, ValueError, RuntimeError: as :meth:`extend_batch`, and ``ValueError`` for streams out
                 of range. Nothing was written.
+
+        Streams that lie on a CUDA device are not read back: records of streams out of range are dropped, and a write
+        whose final observations the side table cannot take changes nothing. Their index is ``-1``; the first later call
+        that learns of such a refusal (a write, or one that asks for positions) raises ``RuntimeError``.
         """
         with self._lock:
             return extend_records(self, records, streams)
