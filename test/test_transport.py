@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,16 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
-from torchrl_ext.transport import HostConsumer, HostProducer, HostRing, RingClosed, RingPeerDied
+from torchrl_ext.transport import (
+    CudaIpcConsumer,
+    CudaIpcProducer,
+    CudaIpcRing,
+    HostConsumer,
+    HostProducer,
+    HostRing,
+    RingClosed,
+    RingPeerDied,
+)
 from torchrl_ext.transport.cursors import Cursor
 
 DEADLINE = 60.0
@@ -39,9 +49,35 @@ def make_layout() -> RowLayout:
     )
 
 
-def make(capacity: int = 4, num_streams: int = 2, **options: Any) -> tuple[HostRing, HostProducer, HostConsumer]:
+class SettledConsumer(CudaIpcConsumer):
+    """Waits for the device in every commit, as nobody but a test would."""
+
+    def _commit(self, steps: int, finals: int) -> None:
+        super()._commit(steps, finals)
+        torch.cuda.synchronize()
+        self.poll()
+
+
+def make_host(capacity: int = 4, num_streams: int = 2, **options: Any) -> tuple[HostRing, HostProducer, HostConsumer]:
     ring = HostRing(make_layout(), capacity, num_streams, **options)
     return ring, HostProducer(ring), HostConsumer(ring)
+
+
+def make_ipc(capacity: int = 4, num_streams: int = 2, **options: Any) -> tuple[Any, Any, Any]:
+    ring = CudaIpcRing(make_layout(), capacity, num_streams, device="cuda", tails=True, **options)
+    return ring, CudaIpcProducer(ring), SettledConsumer(ring)
+
+
+@pytest.fixture(params=["host", pytest.param("ipc", marks=pytest.mark.gpu)])
+def make(request: pytest.FixtureRequest) -> Callable[..., tuple[Any, Any, Any]]:
+    """Makes a ring and both its ends, in one process, of either transport."""
+    return {"host": make_host, "ipc": make_ipc}[request.param]
+
+
+def settle(ring: Any) -> None:
+    """Lets copies on the device arrive, so that publication is as immediate as on the host."""
+    if ring.parts.rows.is_cuda:
+        torch.cuda.synchronize()
 
 
 def shown(stream: np.ndarray | int, step: int) -> Any:
@@ -58,7 +94,14 @@ def packed(layout: RowLayout, numbers: Any) -> torch.Tensor:
 
 
 def write_step(
-    ring: HostRing, producer: HostProducer, step: int, *, ended: tuple[int, ...] = (), tail: bool = False
+    ring: Any,
+    producer: Any,
+    step: int,
+    *,
+    ended: tuple[int, ...] = (),
+    tail: bool = False,
+    settled: bool = True,
+    **others: Any,
 ) -> bool:
     """One step of all streams; ``ended`` ones are truncated at a final observation of 0.5 more than a next one has."""
     slot = producer.reserve()
@@ -78,11 +121,14 @@ def write_step(
         final_streams=ids if ended else None,
         finals=packed(ring.layout, shown(ids, step + 1) + 0.5) if ended else None,
         tail=packed(ring.layout, shown(streams, step + 1)) if tail else None,
+        **others,
     )
+    if settled:
+        settle(ring)
     return True
 
 
-def steps_of(consumer: HostConsumer) -> list[int]:
+def steps_of(consumer: Any) -> list[int]:
     """Reads and commits everything that is published."""
     found: list[int] = []
     while (span := consumer.read_span()) is not None:
@@ -93,7 +139,7 @@ def steps_of(consumer: HostConsumer) -> list[int]:
 
 
 class TestOrderAndRoom:
-    def test_steps_arrive_once_in_order_over_many_laps(self):
+    def test_steps_arrive_once_in_order_over_many_laps(self, make):
         ring, producer, consumer = make()
         found, step, generator = [], 0, np.random.default_rng(0)
         while step < 100:
@@ -102,7 +148,7 @@ class TestOrderAndRoom:
             found += steps_of(consumer)
         assert found == list(range(step))
 
-    def test_burst_is_accepted_up_to_the_capacity(self):
+    def test_burst_is_accepted_up_to_the_capacity(self, make):
         """case 50"""
         ring, producer, consumer = make(capacity=4)
         assert [write_step(ring, producer, step) for step in range(7)] == [True] * 4 + [False] * 3
@@ -110,7 +156,7 @@ class TestOrderAndRoom:
         assert steps_of(consumer) == [0, 1, 2, 3]
         assert write_step(ring, producer, 4)
 
-    def test_span_is_the_longest_run_of_neighbours(self):
+    def test_span_is_the_longest_run_of_neighbours(self, make):
         ring, producer, consumer = make(capacity=4)
         for step in range(3):
             write_step(ring, producer, step)
@@ -126,7 +172,7 @@ class TestOrderAndRoom:
         with consumer.read_span() as span:
             assert (span.first_step, span.num_steps) == (4, 2)
 
-    def test_span_has_at_most_as_many_steps_as_asked_for(self):
+    def test_span_has_at_most_as_many_steps_as_asked_for(self, make):
         ring, producer, consumer = make(capacity=4)
         for step in range(4):
             write_step(ring, producer, step)
@@ -134,7 +180,7 @@ class TestOrderAndRoom:
             assert span.num_steps == 3
         assert steps_of(consumer) == [3]
 
-    def test_credit_bounds_what_is_ever_written(self):
+    def test_credit_bounds_what_is_ever_written(self, make):
         ring, producer, consumer = make(capacity=4)
         consumer.grant(6)
         written = 0
@@ -146,7 +192,7 @@ class TestOrderAndRoom:
         consumer.grant(7)
         assert write_step(ring, producer, 6) and not write_step(ring, producer, 7)
 
-    def test_slot_is_not_seen_before_it_is_published(self):
+    def test_slot_is_not_seen_before_it_is_published(self, make):
         ring, producer, consumer = make()
         slot = producer.reserve()
         slot["step"].fill_(7)
@@ -156,7 +202,7 @@ class TestOrderAndRoom:
 
 
 class TestPush:
-    def test_step_of_separate_fields_is_published_whole(self):
+    def test_step_of_separate_fields_is_published_whole(self, make):
         ring, producer, consumer = make(capacity=2)
         leaves = {key: torch.ones(2, *field.shape, dtype=field.dtype) for key, field in ring.layout.by_key.items()}
         assert [producer.push(leaves) for _ in range(3)] == [True, True, False]
@@ -164,7 +210,7 @@ class TestPush:
             view = span.view()
             assert all(bool((view[key] == 1).all()) for key in ring.layout.by_key)
 
-    def test_arrays_do_as_well_and_are_cast(self):
+    def test_arrays_do_as_well_and_are_cast(self, make):
         ring, producer, consumer = make()
         leaves = {key: np.full((2, *field.shape), 1.0) for key, field in ring.layout.by_key.items()}
         assert producer.push(leaves)
@@ -172,7 +218,7 @@ class TestPush:
             view = span.view()
             assert all(bool((view[key] == 1).all()) for key in ring.layout.by_key)
 
-    def test_field_of_another_shape_publishes_nothing(self):
+    def test_field_of_another_shape_publishes_nothing(self, make):
         ring, producer, consumer = make()
         leaves = {key: torch.ones(2, *field.shape) for key, field in ring.layout.by_key.items()}
         leaves["step"] = torch.ones(1)
@@ -180,7 +226,7 @@ class TestPush:
             producer.push(leaves)
         assert consumer.fill == 0
 
-    def test_missing_field_publishes_nothing(self):
+    def test_missing_field_publishes_nothing(self, make):
         ring, producer, consumer = make()
         with pytest.raises(KeyError):
             producer.push({"step": torch.zeros(2, dtype=torch.int64)})
@@ -188,7 +234,7 @@ class TestPush:
 
 
 class TestBorrowedSpans:
-    def test_committed_span_shows_nothing(self):
+    def test_committed_span_shows_nothing(self, make):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)
         span = consumer.read_span()
@@ -198,7 +244,7 @@ class TestBorrowedSpans:
             with pytest.raises(RuntimeError, match="were committed"):
                 look()
 
-    def test_slots_are_not_written_again_before_they_are_committed(self):
+    def test_slots_are_not_written_again_before_they_are_committed(self, make):
         ring, producer, consumer = make(capacity=2)
         for step in range(2):
             write_step(ring, producer, step)
@@ -208,7 +254,7 @@ class TestBorrowedSpans:
         span.commit()
         assert write_step(ring, producer, 2)
 
-    def test_block_that_is_left_by_an_exception_read_nothing(self):
+    def test_block_that_is_left_by_an_exception_read_nothing(self, make):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)
         span = consumer.read_span()
@@ -217,7 +263,7 @@ class TestBorrowedSpans:
         assert span.view()["step"][0, 0] == 0
         span.commit()
 
-    def test_next_span_needs_the_last_one_committed(self):
+    def test_next_span_needs_the_last_one_committed(self, make):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)
         consumer.read_span()
@@ -226,7 +272,7 @@ class TestBorrowedSpans:
 
 
 class TestFinalObservations:
-    def test_they_arrive_with_their_rows_over_many_laps(self):
+    def test_they_arrive_with_their_rows_over_many_laps(self, make):
         ring, producer, consumer = make(capacity=4, num_streams=3, final_capacity=7)
         generator = np.random.default_rng(1)
         for step in range(200):
@@ -239,20 +285,20 @@ class TestFinalObservations:
                     numbers = ring.layout.leaves(run.finals, ring.layout.prefix)["observation"][:, 0]
                     assert numbers.tolist() == (shown(np.array(ended), step + 1) + 0.5).tolist()
 
-    def test_rows_of_a_span_are_counted_over_its_steps(self):
+    def test_rows_of_a_span_are_counted_over_its_steps(self, make):
         ring, producer, consumer = make(capacity=4, num_streams=3)
         for step, ended in enumerate([(2,), (), (0, 1)]):
             write_step(ring, producer, step, ended=ended)
         assert consumer.read_span().run.final_rows.tolist() == [2, 6, 7]
 
-    def test_slot_is_refused_while_the_arena_might_not_do(self):
+    def test_slot_is_refused_while_the_arena_might_not_do(self, make):
         ring, producer, consumer = make(capacity=8, num_streams=2, final_capacity=3)
         assert write_step(ring, producer, 0, ended=(0, 1))
         assert not write_step(ring, producer, 1), "one place is left, and two streams may end"
         steps_of(consumer)
         assert write_step(ring, producer, 1)
 
-    def test_terminated_rows_without_one_are_marked_for_their_lap_alone(self):
+    def test_terminated_rows_without_one_are_marked_for_their_lap_alone(self, make):
         ring, producer, consumer = make(capacity=2)
         for step in range(6):
             producer.reserve()
@@ -261,7 +307,7 @@ class TestFinalObservations:
                 final = span.rows.view(torch.int32)[0, :, ring.layout.final_offset // 4].tolist()
                 assert final == ([-1, -2] if step == 1 else [-1, -1])
 
-    def test_rings_of_many_steps_make_the_replay_of_single_ones(self):
+    def test_rings_of_many_steps_make_the_replay_of_single_ones(self, make):
         """Every sampled transition has its true successor, whatever the spans were."""
         ring, producer, consumer = make(capacity=4, num_streams=3)
         storage = SlotStorage(64, 3, layout=ring.layout)
@@ -286,7 +332,7 @@ class TestFinalObservations:
 
 
 class TestTail:
-    def test_newest_row_has_its_successor(self):
+    def test_newest_row_has_its_successor(self, make):
         ring, producer, consumer = make()
         for step in range(2):
             write_step(ring, producer, step, tail=True)
@@ -294,15 +340,28 @@ class TestTail:
         numbers = ring.layout.leaves(tail, ring.layout.prefix)["observation"][:, 0]
         assert numbers.tolist() == shown(np.arange(2), 2).tolist()
 
-    def test_span_that_does_not_reach_the_newest_row_has_none(self):
+    def test_span_that_does_not_reach_the_newest_row_has_the_next_step_for_its_successors(self, make):
         ring, producer, consumer = make()
         for step in range(2):
-            write_step(ring, producer, step, tail=True)
+            write_step(ring, producer, step)
+        tail = consumer.read_span(1).run.tail
+        numbers = ring.layout.leaves(tail, ring.layout.prefix)["observation"][:, 0]
+        assert numbers.tolist() == shown(np.arange(2), 1).tolist()
+
+    def test_span_has_none_where_it_is_not_asked_for(self, make):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0, tail=True)
+        assert consumer.read_span(tail=False).run.tail is None
+
+    def test_step_that_begins_anew_is_not_the_successor_of_the_one_before(self, make):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        write_step(ring, producer, 1, begins=True)
         assert consumer.read_span(1).run.tail is None
 
     def test_tail_that_is_begun_anew_while_it_is_read_does_not_count(self, monkeypatch):
         """Forced: the producer goes on between the consumer's copy and its second look."""
-        ring, producer, consumer = make()
+        ring, producer, consumer = make_host()
         write_step(ring, producer, 0, tail=True)
         fences = []
 
@@ -315,17 +374,62 @@ class TestTail:
         span = consumer.read_span()
         assert (span.num_steps, span.run.tail) == (1, None)
 
-    def test_tail_of_another_step_does_not_count(self):
+    def test_tail_of_another_step_does_not_count(self, make):
         ring, producer, consumer = make()
         write_step(ring, producer, 0, tail=True)
         write_step(ring, producer, 1)
         assert consumer.read_span().run.tail is None
 
 
+class TestHeader:
+    def test_step_that_begins_anew_is_the_first_of_its_span(self, make):
+        ring, producer, consumer = make(capacity=8)
+        for step in range(6):
+            write_step(ring, producer, step, begins=step in (0, 2, 5))
+        found = []
+        for _ in range(3):
+            with consumer.read_span() as span:
+                found.append((span.first_step, span.num_steps, span.begins))
+        assert found == [(0, 2, True), (2, 3, True), (5, 1, True)]
+        write_step(ring, producer, 6)
+        assert not consumer.read_span().begins
+
+    def test_versions_of_the_policy_arrive_with_their_steps_over_many_laps(self, make):
+        ring, producer, consumer = make(capacity=4)
+        for step in range(11):
+            write_step(ring, producer, step, version=100 + step)
+            with consumer.read_span() as span:
+                assert span.versions.tolist() == [100 + step]
+
+    def test_another_producer_goes_on_where_a_killed_one_left(self, make):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0, ended=(1,))
+        producer.reserve()["step"].fill_(99)
+        assert steps_of(consumer) == [0]
+        assert consumer.restart() == 0
+        second = type(producer)(ring)
+        for step in range(1, 9):
+            write_step(ring, second, step, ended=(0,), begins=step == 1)
+            assert steps_of(consumer) == [step]
+
+    def test_slots_that_were_not_read_are_dropped_by_a_restart(self, make):
+        ring, producer, consumer = make()
+        for step in range(3):
+            write_step(ring, producer, step, ended=(0, 1))
+        with consumer.read_span(1):
+            pass
+        assert (consumer.restart(), consumer.read, consumer.finals) == (2, 3, 6)
+        second = type(producer)(ring)
+        write_step(ring, second, 7, ended=(1,))
+        with consumer.read_span() as span:
+            finals = ring.layout.leaves(span.run.finals, ring.layout.prefix)["observation"]
+            assert (span.first_step, finals[:, 0].tolist()) == (3, [shown(1, 8) + 0.5])
+
+
 class TestOrdering:
     """Contract: the counter moves after what it admits, with a fence between (asserted as the order of calls)."""
 
-    def test_publish_fences_before_the_counter_moves(self, monkeypatch):
+    def test_publish_fences_before_the_counter_moves(self, make, monkeypatch):
         ring, producer, _ = make()
         producer.reserve()["step"].fill_(3)
         seen = []
@@ -339,7 +443,7 @@ class TestOrdering:
         assert seen == [(0, 0)]
         assert ring.parts.cursors()[Cursor.ISSUED] == 1
 
-    def test_commit_fences_before_the_slots_are_given_back(self, monkeypatch):
+    def test_commit_fences_before_the_slots_are_given_back(self, make, monkeypatch):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)
         span, seen = consumer.read_span(), []
@@ -350,7 +454,7 @@ class TestOrdering:
 
 
 class TestEndOfARing:
-    def test_what_was_published_is_read_before_the_end_is_told(self):
+    def test_what_was_published_is_read_before_the_end_is_told(self, make):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)
         producer.close()
@@ -359,24 +463,24 @@ class TestEndOfARing:
         with pytest.raises(RingClosed, match="everything was read"):
             consumer.read_span()
 
-    def test_producer_is_told_that_nothing_more_is_wanted(self):
+    def test_producer_is_told_that_nothing_more_is_wanted(self, make):
         ring, producer, consumer = make()
         consumer.close()
         with pytest.raises(RingClosed, match="Nothing was reserved"):
             producer.reserve()
 
-    def test_dead_producer_is_noticed_when_everything_was_read(self):
-        ring, producer, _ = make()
-        consumer = HostConsumer(ring, is_alive=lambda: False)
+    def test_dead_producer_is_noticed_when_everything_was_read(self, make):
+        ring, producer, consumer = make()
+        consumer = type(consumer)(ring, is_alive=lambda: False)
         write_step(ring, producer, 0)
         with consumer.read_span() as span:
             assert span.num_steps == 1
         with pytest.raises(RingPeerDied, match="producer's process"):
             consumer.read_span()
 
-    def test_dead_consumer_is_noticed_when_there_is_no_room(self):
-        ring, _, _ = make(capacity=2)
-        producer = HostProducer(ring, is_alive=lambda: False)
+    def test_dead_consumer_is_noticed_when_there_is_no_room(self, make):
+        ring, producer, _ = make(capacity=2)
+        producer = type(producer)(ring, is_alive=lambda: False)
         assert [write_step(ring, producer, step) for step in range(2)] == [True, True]
         with pytest.raises(RingPeerDied, match="consumer's process"):
             producer.reserve()
@@ -396,12 +500,12 @@ class TestBadInput:
         with pytest.raises(MemoryError, match=r"HostRing: .* GB are needed, .* are free. Nothing was allocated"):
             HostRing(make_layout(), 2**30, 2**20)
 
-    def test_publish_without_a_slot_is_refused(self):
+    def test_publish_without_a_slot_is_refused(self, make):
         _, producer, _ = make()
         with pytest.raises(RuntimeError, match="must follow reserve"):
             producer.publish()
 
-    def test_finals_without_their_streams_are_refused_and_the_slot_stays_reserved(self):
+    def test_finals_without_their_streams_are_refused_and_the_slot_stays_reserved(self, make):
         ring, producer, consumer = make()
         producer.reserve()
         with pytest.raises(ValueError, match="Nothing was published"):
@@ -412,12 +516,12 @@ class TestBadInput:
 
 
 # ------------------------------------------------------------------------------------------- processes
-def produce(ring: HostRing, slots: int, seed: int) -> None:
+def produce(ring: Any, slots: int, seed: int, *, producer: Any = None, settled: bool = True) -> None:
     """A worker that writes as fast as it can, ends included."""
-    producer, generator = HostProducer(ring), np.random.default_rng(seed)
+    producer, generator = HostProducer(ring) if producer is None else producer, np.random.default_rng(seed)
     for step in range(slots):
         ended = tuple(np.flatnonzero(generator.random(ring.num_streams) < 0.05).tolist())
-        while not write_step(ring, producer, step, ended=ended, tail=step % 3 == 0):
+        while not write_step(ring, producer, step, ended=ended, tail=step % 3 == 0, settled=settled):
             time.sleep(0)
     producer.close()
 
@@ -433,7 +537,7 @@ def reserve_and_wait(ring: HostRing, ready: Any) -> None:
 
 class TestTwoProcesses:
     def test_no_slot_is_torn_lost_or_repeated(self):
-        ring, _, consumer = make(capacity=8, num_streams=4)
+        ring, _, consumer = make_host(capacity=8, num_streams=4)
         process = mp.get_context("spawn").Process(target=produce, args=(ring, STRESS_SLOTS, 3), daemon=True)
         process.start()
         end, expected, streams = time.monotonic() + DEADLINE + STRESS_SLOTS / 2000, 0, np.arange(4)
@@ -468,7 +572,7 @@ class TestTwoProcesses:
             process.join(DEADLINE)
 
     def test_worker_killed_between_reserve_and_publish_is_noticed(self):
-        ring, _, _ = make()
+        ring, _, _ = make_host()
         context = mp.get_context("spawn")
         ready = context.Event()
         process = context.Process(target=reserve_and_wait, args=(ring, ready), daemon=True)
@@ -490,7 +594,7 @@ class TestTwoProcesses:
         """case 38: the segment has no name, so neither the size of /dev/shm nor a killed process matters."""
         before, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
         for _ in range(20):
-            ring, producer, consumer = make()
+            ring, producer, consumer = make_host()
             write_step(ring, producer, 0)
             assert steps_of(consumer) == [0]
             assert set(os.listdir("/dev/shm")) <= names
@@ -499,6 +603,6 @@ class TestTwoProcesses:
 
     def test_ring_larger_than_the_shared_memory_file_system_works(self):
         """case 38"""
-        ring, producer, consumer = make(capacity=2048, num_streams=1024, final_capacity=1024)
+        ring, producer, consumer = make_host(capacity=2048, num_streams=1024, final_capacity=1024)
         assert write_step(ring, producer, 0, ended=tuple(range(1024)))
         assert steps_of(consumer) == [0]

@@ -98,6 +98,8 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     block = storage.block
     ends: Ends | PackedRun
     if isinstance(run, PackedRun):
+        if run.rows.is_cuda:
+            run = run.cpu()
         num_steps, ends = run.rows.shape[0], run
     else:
         num_steps, ends = run.num_steps, find_ends(block.layout, run)

@@ -55,6 +55,11 @@ class PackedRun:
         """Returns the rows as a TensorDict ``[K, N]`` of zero-copy views (without ``next`` observations)."""
         return self.layout.view(self.rows)
 
+    def cpu(self) -> PackedRun:
+        """Returns the run in host memory; waits for the device where it is not there already."""
+        parts = (None if part is None else part.cpu() for part in (self.finals, self.tail))
+        return PackedRun(self.layout, self.rows.cpu(), self.final_rows, *parts)
+
 
 @dataclass
 class Run:

@@ -5,7 +5,21 @@
 from torchrl_ext.transport.errors import RingClosed, RingPeerDied
 from torchrl_ext.transport.host_ends import HostConsumer, HostProducer
 from torchrl_ext.transport.host_ring import HostRing
+from torchrl_ext.transport.ipc_ends import CudaIpcConsumer, CudaIpcProducer
+from torchrl_ext.transport.ipc_ring import CudaIpcRing, RingExport
 from torchrl_ext.transport.ring import Span
 from torchrl_ext.transport.seqlock import SeqlockSlots
 
-__all__ = ["HostConsumer", "HostProducer", "HostRing", "RingClosed", "RingPeerDied", "SeqlockSlots", "Span"]
+__all__ = [
+    "CudaIpcConsumer",
+    "CudaIpcProducer",
+    "CudaIpcRing",
+    "HostConsumer",
+    "HostProducer",
+    "HostRing",
+    "RingClosed",
+    "RingExport",
+    "RingPeerDied",
+    "SeqlockSlots",
+    "Span",
+]

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -43,11 +44,22 @@ class Span:
     Attributes:
         first_step (int): the first step, counted from the ring's beginning.
         num_steps (int): steps.
+        begins (bool): whether the streams began anew with the first step: it follows nothing that was read before.
+        versions (np.ndarray): int32 ``[K]``, of the policy that acted in each step; borrowed too.
     """
 
-    def __init__(self, run: PackedRun, first_step: int, commit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run: PackedRun,
+        first_step: int,
+        commit: Callable[[], None],
+        *,
+        begins: bool = False,
+        versions: np.ndarray | None = None,
+    ) -> None:
         self._run: PackedRun | None = run
         self._commit = commit
+        self.begins, self.versions = begins, np.zeros(run.shape[0], np.int32) if versions is None else versions
         self.first_step, self.num_steps = first_step, run.shape[0]
 
     @property

@@ -1,0 +1,207 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The reading end of a ring, whatever memory its rows lie in."""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from torchrl_ext.data import PackedRun
+from torchrl_ext.transport.cursors import Cursor
+from torchrl_ext.transport.errors import RingClosed, RingPeerDied
+from torchrl_ext.transport.parts import RingParts, RingShape
+from torchrl_ext.transport.ring import Span
+
+__all__ = ["RingConsumer"]
+
+
+class RingConsumer(abc.ABC):
+    """Lends spans and gives their slots back; see :mod:`torchrl_ext.transport.ring`.
+
+    Where spans are copied by a CUDA device, a committed slot is given back once the copies that were enqueued on the
+    current stream before the commit are done: :meth:`poll`, which every other call does too, looks after that without
+    waiting.
+    """
+
+    def __init__(
+        self,
+        shape: RingShape,
+        parts: RingParts,
+        is_alive: Callable[[], bool] | None,
+        device: torch.device | None,
+    ) -> None:
+        self._shape, self._parts, self._is_alive, self._device = shape, parts, is_alive, device
+        self._cursors = parts.cursors()
+        self._read, self._finals = self._cursors[Cursor.READ], self._cursors[Cursor.FINALS_READ]
+        self._borrowed = False
+        self._leaving: deque[tuple[torch.cuda.Event, int, int]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+        self._name = type(self).__name__
+
+    @abc.abstractmethod
+    def _complete(self, issued: int) -> int:
+        """Returns how many of the issued slots are complete."""
+
+    @abc.abstractmethod
+    def _tail(self, step: int) -> torch.Tensor | None:
+        """Returns the successors of a step that is the newest of a span, uint8 ``[n, successor_bytes]``."""
+
+    def grant(self, limit: int) -> None:
+        """Sets how many slots may be written in all since the ring was made."""
+        self._cursors[Cursor.LIMIT] = limit
+
+    @property
+    def read(self) -> int:
+        """Slots committed since the ring was made."""
+        return self._read
+
+    @property
+    def fill(self) -> int:
+        """Slots that are published and not committed."""
+        issued = self._cursors[Cursor.ISSUED]
+        self._cursors.fence()
+        return self._complete(issued) - self._read
+
+    @property
+    def finals(self) -> int:
+        """Final observations committed since the ring was made."""
+        return self._finals
+
+    def read_span(self, max_steps: int | None = None, *, tail: bool = True) -> Span | None:
+        """Returns the longest run of unread steps that lie side by side, None when there is none.
+
+        A step with which the streams began anew is the first of its span.
+
+        Args:
+            max_steps (int, optional): at most so many. Defaults to all.
+
+        Keyword Args:
+            tail (bool, optional): whether the successors of the last step are looked for: in the next step where it is
+                published, else in the tail. Defaults to True.
+
+        Raises:
+            RuntimeError: while an earlier span is not committed.
+            RingClosed: when everything was read and the producer closed the ring.
+            RingPeerDied: when everything was read and the producer's process is dead.
+        """
+        if self._borrowed:
+            raise RuntimeError(f"{self._name}: the last span must be committed before the next one is read.")
+        if self._leaving:
+            self.poll()
+        shape, cursors, first = self._shape, self._cursors, self._read
+        issued = cursors[Cursor.ISSUED]
+        cursors.fence()  # the slots are read after the counter that admits them
+        complete = issued if issued == first else self._complete(issued)
+        if complete == first:
+            self._refuse_for_ever()
+            return None
+        start = first % shape.capacity
+        steps = min(complete - first, shape.capacity - start, complete if max_steps is None else max_steps)
+        parts = self._parts
+        anew = np.flatnonzero(parts.begins[start + 1 : start + steps])
+        if len(anew):
+            steps = int(anew[0]) + 1
+        final_rows, finals, count = self._finals_of(start, steps)
+        successors = self.tail_of(first + steps - 1) if tail else None
+        run = PackedRun(shape.layout, parts.rows[start : start + steps], final_rows, finals, successors)
+        self._borrowed = True
+        versions = parts.versions[start : start + steps]
+        return Span(run, first, lambda: self._commit(steps, count), begins=bool(parts.begins[start]), versions=versions)
+
+    def tail_of(self, step: int) -> torch.Tensor | None:
+        """Returns the successors of a published step that is not given back, None while they are not known.
+
+        Args:
+            step (int): counted from the ring's beginning.
+
+        Returns:
+            torch.Tensor, optional: uint8 ``[n, >= successor_bytes]``, borrowed as a span is; those of streams that
+            ended there mean nothing.
+        """
+        after = step + 1
+        if self._complete(self._cursors[Cursor.ISSUED]) > after:
+            self._cursors.fence()
+            slot = after % self._shape.capacity
+            return None if self._parts.begins[slot] else self._parts.rows[slot]
+        return self._tail(step)
+
+    def _refuse_for_ever(self) -> None:
+        # Asked in this order: what was published before the end is read first.
+        closed, alive = self._cursors[Cursor.PRODUCER_CLOSED], self._is_alive is None or self._is_alive()
+        if not closed and alive:
+            return
+        self._cursors.fence()
+        issued = self._cursors[Cursor.ISSUED]
+        if issued != self._read and (closed or self._complete(issued) != self._read):
+            return
+        if closed:
+            raise RingClosed(f"{self._name}: the producer closed the ring and everything was read.")
+        raise RingPeerDied(f"{self._name}: the producer's process must live, it ended without closing the ring.")
+
+    def _finals_of(self, start: int, steps: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        parts, shape = self._parts, self._shape
+        counts = parts.counts[start : start + steps]
+        count = int(counts.sum())
+        if not count:
+            return None, None, 0
+        step = np.repeat(np.arange(steps), counts)
+        mask = np.arange(shape.num_streams) < counts[:, None]
+        rows = step * shape.num_streams + parts.ended[start : start + steps][mask]
+        begin = self._finals % shape.final_capacity
+        if begin + count <= shape.final_capacity:
+            finals = parts.arena[begin : begin + count]
+        else:
+            finals = torch.cat([parts.arena[begin:], parts.arena[: begin + count - shape.final_capacity]])
+        return torch.from_numpy(rows), finals, count
+
+    def _commit(self, steps: int, finals: int) -> None:
+        self._read += steps
+        self._finals += finals
+        self._borrowed = False
+        if self._device is None:
+            self._give_back(self._read, self._finals)
+            return
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._leaving.append((event, self._read, self._finals))
+
+    def _give_back(self, read: int, finals: int) -> None:
+        self._cursors.fence()  # the reads come before the slots may be written again
+        self._cursors[Cursor.FINALS_READ] = finals
+        self._cursors[Cursor.READ] = read
+
+    def poll(self) -> None:
+        """Gives those committed slots back whose copies are done; never waits."""
+        while self._leaving and self._leaving[0][0].query():
+            event, read, finals = self._leaving.popleft()
+            self._spare.append(event)
+            self._give_back(read, finals)
+
+    def restart(self) -> int:
+        """Makes the ring ready for another producer after the last one has ended.
+
+        Read everything first: what was issued and never became complete is dropped.
+
+        Returns:
+            int: the slots that were dropped.
+        """
+        cursors = self._cursors
+        dropped = cursors[Cursor.ISSUED] - self._read
+        self._read, self._finals = cursors[Cursor.ISSUED], cursors[Cursor.FINALS_ISSUED]
+        self._borrowed = False
+        if self._leaving:
+            self._leaving[-1][0].synchronize()  # our own reads
+            self._leaving.clear()
+        self._give_back(self._read, self._finals)
+        cursors[Cursor.PRODUCER_CLOSED] = 0
+        return dropped
+
+    def close(self) -> None:
+        """Says that nothing more is wanted; the producer's next ``reserve`` raises."""
+        self._cursors.fence()
+        self._cursors[Cursor.CONSUMER_CLOSED] = 1
