@@ -74,6 +74,7 @@ setup(
         "torchrl>=0.14.1,<0.16",
         "tensordict>=0.14,<0.16",
         "numpy",
+        "cloudpickle",
         "nvidia-ml-py",
         "psutil",
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_ext.transport import SeqlockSlots
+from torchrl_ext.transport import CudaSeqlockSlots, CudaSlotReader, SeqlockSlots
 
 DEADLINE = 60.0
 #: Snapshots of the stress test; a hundred thousand in the long run.
@@ -89,6 +89,47 @@ class TestOneProcess:
             SeqlockSlots(0)
 
 
+class TestBeginFinish:
+    def test_begun_version_is_invisible_until_finished(self):
+        slots, out = SeqlockSlots(8 * WORDS), room()
+        slots.publish(value(1))
+        slot, version = slots.begin()
+        slot.copy_(value(2))
+        assert (version, slots.version, slots.read(out)) == (2, 1, 1)
+        assert slots.finish() == 2
+        assert slots.reader().read(out) == 2
+        assert torch.equal(out, value(2))
+
+    def test_version_that_is_begun_anew_keeps_its_number(self):
+        slots, out = SeqlockSlots(8 * WORDS), room()
+        slots.begin()[0].copy_(value(9))
+        slots.begin()[0].copy_(value(1))
+        assert (slots.finish(), slots.read(out)) == (1, 1)
+        assert torch.equal(out, value(1))
+
+    def test_finish_without_begin_is_refused(self):
+        slots = SeqlockSlots(8 * WORDS)
+        with pytest.raises(RuntimeError, match="must follow begin"):
+            slots.finish()
+        slots.publish(value(1))
+        with pytest.raises(RuntimeError, match="must follow begin"):
+            slots.finish()
+        assert slots.version == 1
+
+    def test_versions_go_on_from_where_another_publisher_stood(self):
+        slots, out = SeqlockSlots(8 * WORDS), room()
+        slots.publish(value(1))
+        slots.continue_from(6)
+        assert (slots.publish(value(7)), slots.publish(value(8)), slots.read(out)) == (7, 8, 8)
+        slots.continue_from(2)
+        assert slots.publish(value(9)) == 9
+
+    def test_each_reader_has_read_nothing_yet(self):
+        slots, out = SeqlockSlots(8 * WORDS), room()
+        slots.publish(value(1))
+        assert (slots.read(out), slots.read(out), slots.reader().read(out)) == (1, None, 1)
+
+
 def publish_for_ever(slots: SeqlockSlots, stop: Any) -> None:
     version = 0
     while not stop.is_set():
@@ -118,3 +159,63 @@ def test_busy_publisher_never_shows_a_torn_or_an_older_value():
         stop.set()
         process.join(DEADLINE)
         process.kill()
+
+
+def read_snapshots(handle: Any, snapshots: int, results: Any) -> None:
+    reader, accepted, last = CudaSlotReader.open(handle), 0, 0
+    out = torch.zeros(handle.nbytes, dtype=torch.uint8, device=reader.device)
+    torn, deadline = torch.zeros((), dtype=torch.bool, device=reader.device), time.monotonic() + DEADLINE
+    while accepted < snapshots and time.monotonic() < deadline:
+        version = reader.read(out)
+        if version is None:
+            continue
+        torn |= (out.view(torch.int64) != version).any()
+        if version <= last:
+            break
+        last, accepted = version, accepted + 1
+    results.put((accepted, bool(torn), last))
+
+
+@pytest.mark.gpu
+class TestCuda:
+    def test_version_is_invisible_until_its_copy_is_complete(self):
+        device = torch.device("cuda")
+        slots = CudaSeqlockSlots(8 * WORDS, device=device)
+        source = value(1).to(device)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(400_000_000)
+        assert slots.publish(source) == 1
+        assert (slots.poll(), slots.busy, slots.version, slots.newest()) == (False, True, 0, None)
+        assert slots.publish(source) is None  # one is under way
+        source.zero_()  # in stream order: what was published is what it was
+        assert (slots.wait(), slots.busy, slots.version) == (1, False, 1)
+        assert torch.equal(slots.newest().cpu(), value(1))
+        slots.continue_from(4)
+        assert (slots.publish(source), slots.wait()) == (5, 5)
+
+    @pytest.mark.parametrize("nbytes", [0, 8])
+    def test_what_cannot_be_is_refused(self, nbytes):
+        with pytest.raises(ValueError, match="CudaSeqlockSlots"):
+            CudaSeqlockSlots(nbytes, device=torch.device("cuda" if nbytes == 0 else "cpu"))
+
+    def test_busy_publisher_never_shows_a_torn_or_an_older_value(self):
+        """case 36"""
+        context, snapshots = mp.get_context("spawn"), 100_000
+        slots, results = CudaSeqlockSlots(8 * WORDS, device=torch.device("cuda")), context.Queue()
+        handle = slots.export()
+        process = context.Process(target=read_snapshots, args=(handle, snapshots, results), daemon=True)
+        process.start()
+        source, version, deadline = value(0).to("cuda"), 0, time.monotonic() + DEADLINE + 20.0
+        try:
+            while results.empty() and time.monotonic() < deadline:
+                if slots.poll():
+                    version += 1
+                    source.view(torch.int64).fill_(version)
+                    assert slots.publish(source) == version
+            accepted, torn, _ = results.get(timeout=1.0)
+        finally:
+            process.join(5.0)
+            process.kill()
+            process.join()
+            slots.forget(handle)
+        assert (accepted, torn) == (snapshots, False)

@@ -6,7 +6,22 @@ from __future__ import annotations
 
 from torchrl_ext.collectors.episodes import Episode, EpisodeTracker
 from torchrl_ext.collectors.packed_run_collector import PackedRunCollector
+from torchrl_ext.collectors.placement import parse_cores, spread_cores
 from torchrl_ext.collectors.policies import UniformPolicy, record_layout
+from torchrl_ext.collectors.ring_collector import RingCollector
 from torchrl_ext.collectors.run_collector import RunCollector
+from torchrl_ext.collectors.transport_choice import TransportChoice, choose_transport
 
-__all__ = ["Episode", "EpisodeTracker", "PackedRunCollector", "RunCollector", "UniformPolicy", "record_layout"]
+__all__ = [
+    "Episode",
+    "EpisodeTracker",
+    "PackedRunCollector",
+    "RingCollector",
+    "RunCollector",
+    "TransportChoice",
+    "UniformPolicy",
+    "choose_transport",
+    "parse_cores",
+    "record_layout",
+    "spread_cores",
+]

@@ -9,6 +9,7 @@ reset observation and does not reset again.
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ class PoolStreams:
         dtype (torch.dtype): dtype of floating observations and actions.
     """
 
+    stage_seconds: dict[str, float]
+    """Seconds since construction by stage: ``pool`` is EnvPool's own step."""
     outcome: TensorDict
     """``reward``, ``terminated``, ``truncated``, ``done``, each ``[n, 1]``; the flags of a reset stream are False."""
 
@@ -49,6 +52,7 @@ class PoolStreams:
             task.spec.state_array_spec, num_envs=n, flatten=flatten, dtype=dtype, task_id=task.task_id
         )
         self.action = ActionBuffer(task.spec.action_array_spec, num_envs=n, dtype=dtype, task_id=task.task_id)
+        self.stage_seconds = {"pool": 0.0}
         self._task = task
         self._limit = task.max_episode_steps
         # EnvPool builds its specs anew on every access.
@@ -137,8 +141,10 @@ class PoolStreams:
             flag[rows] = False
 
     def _exchange(self, streams: np.ndarray | None) -> None:
+        begun = time.perf_counter()
         self._pool.send(self.action.message(streams))
         observation, reward, terminated, truncated, info = self._pool.recv()
+        self.stage_seconds["pool"] += time.perf_counter() - begun
         self.observation.write(observation, streams)
         if self._info_has_termination:
             terminated = terminated | info["terminated"].astype(bool)

@@ -114,6 +114,11 @@ class EnvPoolEnv(EnvBase):
         """Agent steps after which an episode is truncated; ``2**31 - 1`` where the task has no limit."""
         return self._task.max_episode_steps
 
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds spent since construction, by stage of a step: ``"pool"`` is EnvPool itself."""
+        return self._streams.stage_seconds
+
     def current_observation(self) -> TensorDict:
         """Returns what the policy should look at next: batch size ``[n]``, on the host, no copy.
 

@@ -7,6 +7,7 @@ from torchrl_ext.transport.host_ends import HostConsumer, HostProducer
 from torchrl_ext.transport.host_ring import HostRing
 from torchrl_ext.transport.ipc_ends import CudaIpcConsumer, CudaIpcProducer
 from torchrl_ext.transport.ipc_ring import CudaIpcRing, RingExport
+from torchrl_ext.transport.ipc_slots import CudaSeqlockSlots, CudaSlotReader, CudaSlotsHandle
 from torchrl_ext.transport.ring import Span
 from torchrl_ext.transport.seqlock import SeqlockSlots
 
@@ -14,6 +15,9 @@ __all__ = [
     "CudaIpcConsumer",
     "CudaIpcProducer",
     "CudaIpcRing",
+    "CudaSeqlockSlots",
+    "CudaSlotReader",
+    "CudaSlotsHandle",
     "HostConsumer",
     "HostProducer",
     "HostRing",

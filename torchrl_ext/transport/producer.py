@@ -37,6 +37,11 @@ class RingProducer(abc.ABC):
         self._reserved = False
         self._name = type(self).__name__
 
+    @property
+    def finals(self) -> int:
+        """Final observations published since the ring was made."""
+        return self._finals
+
     @abc.abstractmethod
     def _slot(self) -> int:
         """Returns which of ``slots`` the next step goes to, once it may be written."""

@@ -61,7 +61,7 @@ class SeqlockSlots:
         starts = (CURSOR_BYTES, CURSOR_BYTES + stride)
         self._slots = [segment.bytes[start : start + nbytes] for start in starts]
         self._cursors = Cursors(memoryview(segment.memory))
-        self._seen = 0
+        self._seen = self._floor = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (self._segment, self.nbytes)
@@ -71,13 +71,44 @@ class SeqlockSlots:
         """The newest complete version, 0 before the first."""
         return self._cursors[_FINISHED]
 
+    def reader(self) -> SeqlockSlots:
+        """Returns another object over the same memory, for a reader in this process that has read nothing yet."""
+        return _attach(self._segment, self.nbytes)
+
+    def continue_from(self, version: int) -> None:
+        """Gives the next value a version above ``version`` at least."""
+        self._floor = version
+
     def publish(self, value: torch.Tensor) -> int:
         """Publishes uint8 ``[nbytes]`` and returns its version, 1 for the first; never waits."""
+        slot, _ = self.begin()
+        slot.copy_(value)
+        return self.finish()
+
+    def begin(self) -> tuple[torch.Tensor, int]:
+        """Begins a version that stays invisible until :meth:`finish`.
+
+        A version that was begun and not finished is begun anew.
+
+        Returns:
+            (torch.Tensor, int): uint8 ``[nbytes]``, the slot to fill completely, and the version.
+        """
         cursors = self._cursors
-        version = cursors[_FINISHED] + 1
+        version = max(cursors[_FINISHED], self._floor) + 1
         cursors[_STARTED] = version
         cursors.fence()  # readers see that the slot is begun before any byte of it changes
-        self._slots[version % 2].copy_(value)
+        return self._slots[version % 2], version
+
+    def finish(self) -> int:
+        """Shows the version that was begun to readers, once every byte of its slot is written, and returns it.
+
+        Raises:
+            RuntimeError: when no version was begun. Nothing changed.
+        """
+        cursors = self._cursors
+        version = cursors[_STARTED]
+        if version == cursors[_FINISHED]:
+            raise RuntimeError("SeqlockSlots: finish must follow begin, got no version begun. Nothing changed.")
         cursors.fence()
         cursors[_FINISHED] = version
         return version

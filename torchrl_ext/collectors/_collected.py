@@ -1,0 +1,64 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""What a collector knows about the rows it delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from torchrl_ext.collectors._board import EndedEpisodes
+
+__all__ = ["Collected"]
+
+
+class Collected:
+    """Episodes, stage times and policy lag, since they were last asked for.
+
+    Args:
+        num_metrics (int): numbers told of each episode.
+        timings (callable): returns the mean seconds of each stage per step, by worker.
+    """
+
+    def __init__(self, num_metrics: int, timings: Callable[[], list[dict[str, float]]]) -> None:
+        self._num_metrics, self.timings = num_metrics, timings
+        self._episodes: list[tuple[int, np.ndarray, EndedEpisodes]] = []
+        self._lag_sum, self._lag_max, self._lag_rows = 0, 0, 0
+
+    def add_episodes(self, worker: int, streams: np.ndarray, ended: EndedEpisodes) -> None:
+        """Adds what ended with some rows; entries of length 0 are resets in the middle."""
+        self._episodes.append((worker, streams, ended))
+
+    def add_versions(self, behind: np.ndarray, num_streams: int) -> None:
+        """Adds steps by how many versions their policy was behind the newest."""
+        self._lag_sum += int(behind.sum()) * num_streams
+        self._lag_max = max(self._lag_max, int(behind.max()))
+        self._lag_rows += len(behind) * num_streams
+
+    def pop_episodes(self) -> TensorDict:
+        """Returns the episodes that ended since the last call, oldest first for each worker.
+
+        Returns:
+            TensorDict: ``[M]`` with ``stream``, ``length`` and ``worker`` (int64), ``return`` (float64, undiscounted)
+            and ``metrics`` (float64 ``[M, metrics]``).
+        """
+        taken, self._episodes = self._episodes, []
+        none = EndedEpisodes(np.zeros(0), np.zeros(0, np.int64), np.zeros((0, self._num_metrics)))
+        streams = np.concatenate([np.zeros(0, np.int64), *(streams for _, streams, _ in taken)])
+        workers = np.concatenate([np.zeros(0, np.int64), *(np.full(len(s), worker) for worker, s, _ in taken)])
+        parts = [none, *(ended for _, _, ended in taken)]
+        returns, lengths, metrics = (np.concatenate(list(column)) for column in zip(*parts, strict=True))
+        whole = lengths > 0
+        fields = {"stream": streams, "length": lengths, "worker": workers, "return": returns, "metrics": metrics}
+        values = {name: torch.from_numpy(np.ascontiguousarray(value[whole])) for name, value in fields.items()}
+        return TensorDict(values, [int(whole.sum())])
+
+    def pop_policy_lag(self) -> tuple[float, int]:
+        """Returns by how many published versions the policies of the rows since the last call were behind when the rows
+        were delivered: mean and maximum; zeros without rows."""
+        mean = self._lag_sum / self._lag_rows if self._lag_rows else 0.0
+        most, self._lag_sum, self._lag_max, self._lag_rows = self._lag_max, 0, 0, 0
+        return mean, most

@@ -1,0 +1,212 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""A collector's worker as the collector sees it: process, ring, credit, life."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_ext.collectors._board import Board, Counter
+from torchrl_ext.collectors._spawn import Payload
+from torchrl_ext.collectors._worker import WorkerOptions, collect
+from torchrl_ext.collectors._worker_process import WorkerProcess
+from torchrl_ext.transport import CudaIpcConsumer, CudaIpcRing, HostConsumer, HostRing, RingExport
+from torchrl_ext.transport.consumer import RingConsumer
+
+__all__ = ["Refused", "RingWorker"]
+
+
+class Refused(RuntimeError):  # noqa: N818  # no error where another transport will do
+    """The worker could not map the ring."""
+
+
+class RingWorker:
+    """One worker: a block of streams, a ring, a process.
+
+    Args:
+        ring (HostRing or CudaIpcRing): made by the caller.
+        board (Board): its companion.
+        columns (slice): its streams among those of all workers.
+        options (WorkerOptions): for the process.
+
+    Keyword Args:
+        target (mapping): the other arguments of :func:`collect`.
+        device (torch.device, optional): where spans are copied to.
+        process (mapping): keyword arguments of :class:`WorkerProcess`.
+    """
+
+    def __init__(
+        self,
+        ring: HostRing | CudaIpcRing,
+        board: Board,
+        columns: slice,
+        options: WorkerOptions,
+        *,
+        target: Mapping[str, Any],
+        device: torch.device | None,
+        process: Mapping[str, Any],
+    ) -> None:
+        self.columns, self.board, self.options = columns, board, options
+        self.name = f"collector-{options.index}"
+        self._ring, self._target, self._settings = ring, dict(target), dict(process)
+        self._process: WorkerProcess | None = None
+        self._exported: RingExport | None = None
+        if isinstance(ring, CudaIpcRing):
+            self.consumer: RingConsumer = CudaIpcConsumer(ring, is_alive=self.is_alive)
+        else:
+            self.consumer = HostConsumer(ring, is_alive=self.is_alive, device=device)
+        #: Slots that were read but never delivered: the credit counts without them.
+        self.dropped = 0
+        self._payload = self._pack()
+        self.consumer.grant(0)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams of this worker."""
+        return self.columns.stop - self.columns.start
+
+    @property
+    def steps(self) -> int:
+        """Steps delivered since the ring was made."""
+        return self.consumer.read - self.dropped
+
+    def _pack(self) -> Payload:
+        arguments = {**self._target, "ring": self._ring, "board": self.board, "options": self.options}
+        return Payload(collect, arguments, where="RingCollector")
+
+    def start(self) -> None:
+        """Starts the process; :meth:`wait_until_ready` is the other half."""
+        self.board.heartbeat.reset()
+        self._process = WorkerProcess(self._payload, name=self.name, **self._settings)
+        if isinstance(self._ring, CudaIpcRing):
+            self._exported = self._ring.export()
+            self._process.send(self._exported)
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Waits until the worker has its environment and policy.
+
+        Raises:
+            Refused: when it could not map the ring.
+            RuntimeError, RingPeerDied, TimeoutError: see :meth:`WorkerProcess.recv`.
+        """
+        left = max(deadline - time.monotonic(), 0.0)
+        answer, reason = self.process.recv(left, what="that its environment and policy are ready")
+        if answer == "refused":
+            raise Refused(reason)
+        self.board.heartbeat.reset()
+
+    @property
+    def process(self) -> WorkerProcess:
+        """The running process."""
+        if self._process is None:
+            raise RuntimeError(f"RingCollector: worker {self.name!r} must have been started.")
+        return self._process
+
+    def is_alive(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.is_alive()
+
+    def grant(self, steps: int) -> None:
+        """Lets the worker go on until it delivered so many steps in all."""
+        self.consumer.grant(min(steps + self.dropped, 2**62))
+
+    def check(self, stall_timeout: float) -> None:
+        """Raises when the worker is dead, or alive and silent."""
+        silent = self.board.heartbeat.silent_for()
+        if silent > stall_timeout and self.is_alive():
+            raise TimeoutError(
+                f"RingCollector: {self.name} (pid {self.process.pid}) must make a step or wait for room within "
+                f"stall_timeout={stall_timeout} s, it has been silent for {silent:.1f} s; {self.process.failure()}."
+            )
+        if not self.is_alive():
+            self.process.poll()  # raises what is known, once there are no more messages
+
+    def command(self, command: str, value: Any) -> None:
+        """Has the worker do something between two steps; :meth:`wait_for` waits for it."""
+        self.process.send((command, value))
+        self.board.counters[Counter.COMMANDS] += 1
+
+    def wait_for(self, command: str, timeout: float) -> None:
+        """Waits until a command is done."""
+        self.process.recv(timeout, what=f"that it has done {command!r}")
+
+    def wait_until_quiet(self, timeout: float) -> None:
+        """Waits until the worker waits for room, as it does without credit."""
+        deadline = time.monotonic() + timeout
+        while not self.board.counters[Counter.WAITING]:
+            self.check(timeout)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"RingCollector: {self.name} must come to rest within {timeout} s.")
+            time.sleep(1e-4)
+
+    def drop_unread(self) -> int:
+        """Gives back what is published and was not delivered; the worker must be at rest. Returns the steps."""
+        before = self.consumer.read
+        while (span := self.consumer.read_span(tail=False)) is not None:
+            span.commit()
+        self.dropped += self.consumer.read - before
+        return self.consumer.read - before
+
+    def count_anew(self) -> None:
+        """Counts delivered steps from 0 on."""
+        self.dropped = self.consumer.read
+
+    def restart(self, deadline: float) -> int:
+        """Starts another process for the same streams after this one has ended; returns the steps lost on the way."""
+        self.process.close()
+        self._forget()
+        lost = self.consumer.restart()
+        self.dropped += lost
+        steps = self.board.counters[Counter.STEPS]
+        left = max(self.options.random_steps - steps, 0)
+        self.options = replace(self.options, epoch=self.options.epoch + 1, random_steps=left)
+        self._payload.close()
+        self._payload = self._pack()
+        self.board.counters[Counter.COMMANDS] = 0
+        self.start()
+        self.wait_until_ready(deadline)
+        return lost
+
+    def _forget(self) -> None:
+        if self._exported is not None and isinstance(self._ring, CudaIpcRing):
+            self._ring.forget(self._exported)
+            self._exported = None
+
+    def ask_to_end(self) -> None:
+        """Closes the ring: the worker ends at its next step."""
+        self.consumer.close()
+
+    def stop(self, timeout: float) -> None:
+        """Ends the process, by force where it takes too long, and frees what belongs to it."""
+        if self._process is not None:
+            self._process.stop(timeout)
+            self._process.close()
+            self._forget()
+        self._payload.close()
+
+
+def output_path(folder: Path | None, index: int) -> Path | None:
+    """Returns the file of a worker's output, in a folder that is made where it is missing."""
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"collector-{index}.log"
+
+
+def split_evenly(total: int, parts: int) -> list[slice]:
+    """Splits streams among workers; the first ones have one more.
+
+    >>> split_evenly(10, 4)
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None)]
+    """
+    share, more = divmod(total, parts)
+    bounds = [0]
+    for part in range(parts):
+        bounds.append(bounds[-1] + share + (part < more))
+    return [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -1,0 +1,82 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The policy of a worker: where it runs, how it is compiled, whose weights it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict.nn import CudaGraphModule
+from torch import nn
+from torchrl.envs import EnvBase
+
+if TYPE_CHECKING:
+    from torchrl_ext.collectors._worker import WorkerOptions
+
+__all__ = ["WorkerPolicy"]
+
+
+class WorkerPolicy:
+    """Acts on the host's observations, wherever the policy runs.
+
+    Args:
+        policy (callable, optional): reads observations and writes ``"action"``, in place. None acts randomly.
+        env (EnvBase): whose actions.
+        weights (SeqlockWeightSyncScheme, optional): the receiving end, where the policy has weights.
+        options (WorkerOptions): device, compilation.
+    """
+
+    def __init__(self, policy: Any, env: EnvBase, weights: Any, options: WorkerOptions) -> None:
+        self._env, self._weights = env, weights
+        device = options.policy_device
+        self._device = device if device is not None and device.type != "cpu" else None
+        if isinstance(policy, nn.Module) and device is not None:
+            policy = policy.to(device)
+        self._policy = self._called = policy
+        self._in_keys: list[NestedKey] | None = None
+        if self._device is not None and getattr(policy, "in_keys", None) is not None:
+            self._in_keys = [unravel_key(key) for key in policy.in_keys]
+        if weights is not None:
+            weights.init_on_receiver(model_id="policy", model=policy)
+            weights.connect()
+        if options.compile_policy is not None:
+            self._called = torch.compile(self._called, **options.compile_policy)
+        if options.cudagraph_policy is not None:
+            self._called = CudaGraphModule(self._called, **options.cudagraph_policy)
+
+    @property
+    def example(self) -> Any:
+        """The policy as a function of host observations, for one call; None when actions are random."""
+        if self._policy is None:
+            return None
+        return self._policy if self._device is None else lambda observed: self._policy(observed.to(self._device)).cpu()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that act."""
+        return 0 if self._weights is None else self._weights.version
+
+    def receive(self) -> None:
+        """Takes the newest weights, if there are newer ones."""
+        if self._weights is not None:
+            self._weights.receive()
+
+    def act(self, observation: TensorDictBase) -> None:
+        """Writes what the policy writes."""
+        if self._called is None:
+            self.act_randomly(observation)
+        elif self._device is None:
+            acted = self._called(observation)
+            if acted is not observation:
+                observation.update(acted)
+        else:
+            seen = observation if self._in_keys is None else observation.select(*self._in_keys, strict=False)
+            acted = self._called(seen.to(self._device, non_blocking=True))
+            # The environment needs the action on the host: the one wait of a step.
+            observation.update(acted.to(torch.device("cpu")))
+
+    def act_randomly(self, observation: TensorDictBase) -> None:
+        """Writes a random action."""
+        self._env.rand_action(observation)
