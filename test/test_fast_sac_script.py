@@ -334,8 +334,8 @@ class TestBackends:
             "eval.episodes=4",
         )
         shown = []
-        policy = run.collector.policy
-        run.collector.policy = lambda data: policy(shown.append(data["observation"].clone()) or data)
+        policy = run.source.collector.policy
+        run.source.collector.policy = lambda data: policy(shown.append(data["observation"].clone()) or data)
         for _ in range(60):
             run.step()
         assert run.state.learner.updates > 0

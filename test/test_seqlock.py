@@ -17,6 +17,8 @@ from torchrl_ext.transport import CudaSeqlockSlots, CudaSlotReader, SeqlockSlots
 DEADLINE = 60.0
 #: Snapshots of the stress test; a hundred thousand in the long run.
 SNAPSHOTS = int(os.environ.get("SEQLOCK_SNAPSHOTS", "5000"))
+#: Processes take turns on a device, milliseconds each.
+CUDA_SNAPSHOTS = int(os.environ.get("SEQLOCK_CUDA_SNAPSHOTS", "2000"))
 WORDS = 512
 
 
@@ -200,7 +202,7 @@ class TestCuda:
 
     def test_busy_publisher_never_shows_a_torn_or_an_older_value(self):
         """case 36"""
-        context, snapshots = mp.get_context("spawn"), 100_000
+        context, snapshots = mp.get_context("spawn"), CUDA_SNAPSHOTS
         slots, results = CudaSeqlockSlots(8 * WORDS, device=torch.device("cuda")), context.Queue()
         handle = slots.export()
         process = context.Process(target=read_snapshots, args=(handle, snapshots, results), daemon=True)

@@ -835,14 +835,14 @@ class TestCuda:
                 process.join()
                 scheme.shutdown()
             assert on_device == (transport == "ipc")
-            assert versions == list(range(1, last + 1))
+            assert versions == sorted(set(versions)) and versions[-1] == last  # skipped ones are never seen
             sent = [parameter.detach().view(torch.int32).flatten() for parameter in learner.parameters()]
             assert bits[transport] == torch.cat(sent).tolist()
         assert bits["host"] == bits["ipc"]
 
     def test_ipc_is_refused_with_the_reason(self):
-        scheme = SeqlockWeightSyncScheme(num_workers=1, transport="ipc", connect_timeout=0.2)
-        scheme.init_on_sender(model_id="policy", model=make_policy().to("cuda"))
+        scheme, learner = SeqlockWeightSyncScheme(num_workers=1, transport="ipc", connect_timeout=0.2), make_policy()
+        scheme.init_on_sender(model_id="policy", model=learner.to("cuda"))
         receiver, policy = scheme.for_worker(0), make_policy()
         receiver.init_on_receiver(model_id="policy", model=policy)
         receiver._receiver.ask()

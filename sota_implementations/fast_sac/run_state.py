@@ -48,6 +48,8 @@ class RunState:
     governor: UpdateGovernor
     replay: SlotReplayBuffer
     counters: Counters = field(default_factory=Counters)
+    source: dict[str, Any] = field(default_factory=dict)
+    """Of where the rows come from."""
 
     def save(self, path: Path, *, history: dict[str, Any], with_replay: bool) -> Path:
         """Writes a checkpoint atomically; of the rows only those that live."""
@@ -57,6 +59,7 @@ class RunState:
             "learner": self.learner.state_dict(),
             "governor": self.governor.state_dict(),
             "replay": self.replay.state_dict() if with_replay else None,
+            "source": self.source,
             "random": random_state(),
             "history": history,
         }
@@ -98,7 +101,7 @@ class RunState:
         self.governor.load_state_dict(state["governor"])
         if state["replay"] is None:
             self.governor.rearm(counters.frames)
-        self.counters = counters
+        self.counters, self.source = counters, state["source"]
         restore_random_state(state["random"])
 
     @property

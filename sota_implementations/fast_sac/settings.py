@@ -48,10 +48,30 @@ class CollectorSettings:
     """Rows below which there is no update."""
     warm_up_actions: Literal["policy", "uniform"]
     """Who acts until then: the policy as initialised, or uniform draws from the action box."""
+    governor: Literal["strict", "free"]
+    """Asynchronous: exactly ``updates_per_step``, workers held back; or as many as the learner can take."""
+    max_ahead: int
+    """Asynchronous and strict: vector steps that may be collected before the updates of the rows at hand are done."""
+    publish_every: int
+    """Asynchronous: gradient steps between two publications of the weights."""
+    num_workers: int
+    policy_device: str
+    """Asynchronous: where workers act; ``learner`` is the learner's device."""
+    policy_threads: int
+    """Asynchronous: of torch in each worker."""
+    transport: Literal["auto", "host", "ipc"]
+    ring_slots: int | None
+    cores: str | None
+    """Asynchronous: for the workers, such as ``0:11``."""
+    stall_timeout: float
+    max_restarts: int
+    """Asynchronous: dead workers that are started anew before the run gives up."""
 
     def __post_init__(self) -> None:
         require(self.steps_per_run >= 1, "collector.steps_per_run", ">= 1", self.steps_per_run)
         require(self.learning_starts >= 1, "collector.learning_starts", ">= 1", self.learning_starts)
+        for name in ("max_ahead", "publish_every", "num_workers", "policy_threads"):
+            require(getattr(self, name) >= 1, f"collector.{name}", ">= 1", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +200,8 @@ class Settings:
     time_budget: float | None
     """Seconds of training, those before a resume included."""
     resume_from: str | None
+    run_async: bool | None
+    """``async`` in the configuration: workers collect while the learner learns; None is: on CUDA."""
     env: EnvSettings
     collector: CollectorSettings
     replay: ReplaySettings
@@ -215,4 +237,5 @@ class Settings:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Settings:
         """Builds and checks the settings of a resolved Hydra configuration; raises ``ValueError``."""
-        return parse(cls, values)
+        # "async" is a word of Python's own.
+        return parse(cls, {"run_async" if key == "async" else key: value for key, value in values.items()})

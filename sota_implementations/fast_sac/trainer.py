@@ -1,6 +1,6 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""The synchronous trainer: collect a run, store it, take the gradient steps that are due, again."""
+"""The trainer: rows come in, the gradient steps that are due are taken, again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from curves import draw_curve
 from env_factory import choose_backend
 from evaluation import evaluate
+from pacing import Pacing
 from progress import Progress
 from records import Records
 from run_state import RunState
 from settings import Settings
+from sources import AsyncSource, make_source
 from utils import (
     EVAL_SEED_OFFSET,
     Every,
     StopSignal,
-    make_collector,
     make_device,
     make_eval_env,
     make_governor,
@@ -30,8 +31,6 @@ from utils import (
     mean,
     seed_everything,
 )
-
-from torchrl_ext.collectors import UniformPolicy
 
 
 class Run:
@@ -48,10 +47,14 @@ class Run:
         seed_everything(settings.seed)
         env = make_train_env(settings)
         learner = make_learner(settings, env, device)
-        self.collector = make_collector(settings, env, learner)
-        replay = make_replay(settings, self.collector.layout, device)
+        self.source = make_source(settings, env, learner)
+        replay = make_replay(settings, self.source.layout, device)
         self.state = RunState(task=settings.env.task, learner=learner, governor=make_governor(settings), replay=replay)
         history = None if settings.resume_from is None else self.state.load(settings.resume_from)
+        # Workers start from the weights of the checkpoint.
+        self.source.fill(replay)
+        self.source.load_state_dict(self.state.source)
+        self.pacing = Pacing(settings, asynchronous=isinstance(self.source, AsyncSource), device=device)
         self.eval_env = make_eval_env(settings)
         self.records = Records(folder, settings.log.backends, history)
         self.progress = Progress(
@@ -59,7 +62,6 @@ class Run:
             time_budget=settings.time_budget,
             print_every=settings.log.print_every,
         )
-        self._uniform = UniformPolicy(env.action_spec) if settings.collector.warm_up_actions == "uniform" else None
         self._note = ""
         self._announce(overrides)
 
@@ -73,7 +75,7 @@ class Run:
         say(
             f"update ratio: {learner.updates_per_step:g} gradient steps per vector step of {env.num_envs} rows, "
             f"{per_row:g} per row, {per_row * learner.batch_size:g} replayed rows per collected row; none below "
-            f"{gate} rows, where the {'policy' if self._uniform is None else 'uniform distribution'} acts"
+            f"{gate} rows, where {settings.collector.warm_up_actions} actions are taken"
         )
         if settings.total_frames is not None:
             expected = self.state.governor.expected(settings.total_frames)
@@ -94,7 +96,7 @@ class Run:
         should_evaluate = Every(settings.eval.every, counters.frames)
         should_save = Every(settings.checkpoint.every, counters.seconds)
         # Before the clock: EnvPool needs about 40 s to load the models of 1,024 robots.
-        self.collector.start()
+        self.source.start()
         started = time.monotonic() - counters.seconds
         metrics: dict[str, torch.Tensor] = {}
         while not stop.count and not self._is_done():
@@ -112,23 +114,27 @@ class Run:
         self._show(final=True)
 
     def step(self) -> dict[str, torch.Tensor]:
-        """Collects one run, stores it, takes the gradient steps that are due; returns the metrics of the last one."""
-        state, collector = self.state, self.collector
+        """Stores what was collected, takes the gradient steps that are due; returns the metrics of the last one."""
+        state, source, pacing = self.state, self.source, self.pacing
         learning = state.governor.is_open(state.counters.frames)
-        # Only a policy that never learnt leaves the warm-up to uniform actions.
-        warm_up = self._uniform if not learning and state.learner.updates == 0 else None
-        run = collector.collect(warm_up)
-        state.learner.observe(collector.observations(run))
-        state.replay.extend_batch(run)
-        state.counters.frames += self.settings.env.num_envs * self.settings.collector.steps_per_run
-        due = state.governor.due(state.counters.frames)
-        metrics = state.learner.update_from(state.replay, due)
+        source.credit(pacing.credit(state.counters.frames, behind=state.governor.due(state.counters.frames)))
+        rows = source.feed(learnt=state.learner.updates > 0, learning=learning)
+        state.counters.frames += rows
+        due = pacing.due(state.governor, state.counters.frames)
+        if not rows and not due:
+            pacing.wait()
+            return {}
+        with pacing.learning():
+            metrics = state.learner.update_from(state.replay, due)
         state.governor.count(due)
+        source.publish(state.learner.updates)
         return metrics
 
     def _is_done(self) -> bool:
         settings, counters = self.settings, self.state.counters
         by_frames = settings.total_frames is not None and counters.frames >= settings.total_frames
+        if by_frames and self.state.governor.due(counters.frames):
+            return False  # none is lost at the end
         return by_frames or (settings.time_budget is not None and counters.seconds >= settings.time_budget)
 
     def _log(self, metrics: dict[str, torch.Tensor]) -> None:
@@ -141,14 +147,15 @@ class Run:
                 f"fast_sac: metrics must be finite, got none at {lost} after {self.state.governor.updates} updates; "
                 "training was stopped and the last checkpoint kept."
             )
-        episodes = self.collector.episodes.pop()
-        counters.episodes += len(episodes)
-        if episodes:
-            value = mean([episode.episode_return for episode in episodes])
+        returns, lengths = self.source.episodes()
+        counters.episodes += len(returns)
+        if returns:
+            value = mean(returns)
             values["train/return"] = value
-            values["train/length"] = mean([episode.length for episode in episodes])
+            values["train/length"] = mean(lengths)
             self.records.point("train", frames=counters.frames, seconds=counters.seconds, value=value)
             self._note = f"return {value:,.1f}"
+        values |= self.source.metrics() | self.pacing.metrics()
         values |= {"updates": self.state.governor.updates, "episodes": counters.episodes, "seconds": counters.seconds}
         self.records.write(values, frames=counters.frames)
 
@@ -193,6 +200,7 @@ class Run:
 
     def _save_as(self, name: str, *, with_replay: bool) -> None:
         path = self.folder / "checkpoints" / f"{name}.pt"
+        self.state.source = self.source.state_dict()
         self.state.save(path, history=self.records.history, with_replay=with_replay)
 
     def report(self, final_return: float | None) -> None:
@@ -210,7 +218,7 @@ class Run:
     def close(self) -> None:
         """Ends threads and processes, closes files; may be called twice."""
         self.progress.close()
-        self.collector.close()
+        self.source.close()
         if not self.eval_env.is_closed:
             self.eval_env.close()
         self.records.close()

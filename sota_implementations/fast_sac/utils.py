@@ -16,9 +16,7 @@ from env_factory import make_env, observation_keys
 from settings import Settings
 from torchrl.envs import EnvBase
 
-from torchrl_ext.collectors import PackedRunCollector, RunCollector
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
-from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.modules import EmpiricalNormalization, make_fast_sac_actor, make_fast_sac_critic
 from torchrl_ext.objectives import FastSACLoss
 from torchrl_ext.trainers import FastSACLearner, UpdateGovernor
@@ -129,19 +127,6 @@ def make_learner(settings: Settings, env: EnvBase, device: torch.device) -> Fast
         autocast=torch.bfloat16 if opt.autocast == "bf16" else None,
         cuda_graph=opt.cuda_graph,
     )
-
-
-def make_collector(settings: Settings, env: EnvBase, learner: FastSACLearner) -> PackedRunCollector | RunCollector:
-    """Makes the collector that suits the environment; it owns the environment."""
-    actor_keys, critic_keys = observation_keys(env, settings.env)
-    options: dict[str, Any] = {
-        "observation_keys": list(dict.fromkeys([*actor_keys, *critic_keys])),
-        "num_steps": settings.collector.steps_per_run,
-        "policy_device": learner.device,
-    }
-    if isinstance(env, EnvPoolEnv):
-        return PackedRunCollector(env, learner.policy, **options)
-    return RunCollector(env, learner.policy, **options)
 
 
 def make_replay(settings: Settings, layout: RowLayout, device: torch.device) -> SlotReplayBuffer:

@@ -27,13 +27,17 @@ class Collected:
         self._num_metrics, self.timings = num_metrics, timings
         self._episodes: list[tuple[int, np.ndarray, EndedEpisodes]] = []
         self._lag_sum, self._lag_max, self._lag_rows = 0, 0, 0
+        self._rows_of: dict[int, int] = {}
 
     def add_episodes(self, worker: int, streams: np.ndarray, ended: EndedEpisodes) -> None:
         """Adds what ended with some rows; entries of length 0 are resets in the middle."""
         self._episodes.append((worker, streams, ended))
 
-    def add_versions(self, behind: np.ndarray, num_streams: int) -> None:
-        """Adds steps by how many versions their policy was behind the newest."""
+    def add_versions(self, versions: np.ndarray, newest: int, num_streams: int) -> None:
+        """Adds steps by the version of the policy that acted, and the newest one meanwhile."""
+        behind = newest - versions
+        for version in versions.tolist():
+            self._rows_of[version] = self._rows_of.get(version, 0) + num_streams
         self._lag_sum += int(behind.sum()) * num_streams
         self._lag_max = max(self._lag_max, int(behind.max()))
         self._lag_rows += len(behind) * num_streams
@@ -55,6 +59,11 @@ class Collected:
         fields = {"stream": streams, "length": lengths, "worker": workers, "return": returns, "metrics": metrics}
         values = {name: torch.from_numpy(np.ascontiguousarray(value[whole])) for name, value in fields.items()}
         return TensorDict(values, [int(whole.sum())])
+
+    def pop_versions(self) -> dict[int, int]:
+        """Returns how many rows since the last call each version of the policy acted in."""
+        taken, self._rows_of = self._rows_of, {}
+        return taken
 
     def pop_policy_lag(self) -> tuple[float, int]:
         """Returns by how many published versions the policies of the rows since the last call were behind when the rows

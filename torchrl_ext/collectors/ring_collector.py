@@ -105,7 +105,9 @@ class RingCollector(BaseCollector):
             to 0.
         output_dir (path, optional): folder for the workers' output. Defaults to temporary files.
         worker_env (mapping, optional): environment variables of the workers.
-        pre_collect_hook, post_collect_hook (callable, optional): see :class:`~torchrl.collectors.BaseCollector`.
+        pre_collect_hook (callable, optional): called before each batch.
+        post_collect_hook (callable, optional): called with each batch; with a replay, with each run of a worker after
+            it was written, as borrowed views ``[K, n]`` without successors (for statistics of observations).
 
     Raises:
         ValueError, KeyError, TypeError, MemoryError: for what cannot be, before a process is started.
@@ -419,6 +421,8 @@ class RingCollector(BaseCollector):
             if span.begins:
                 self.replay_buffer.end_streams(worker.columns)
             self.replay_buffer.extend_batch(span.run, streams=worker.columns)
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(span.view())
             taken += self._commit(worker, span)
         return taken * worker.num_streams
 
@@ -440,7 +444,7 @@ class RingCollector(BaseCollector):
             streams = rows.numpy() % worker.num_streams + worker.columns.start  # type: ignore[union-attr]
             self.collected.add_episodes(worker.options.index, streams, worker.board.read(first_final, count))
         newest = 0 if self._scheme is None else self._scheme.versions[worker.options.index]
-        self.collected.add_versions(newest - versions, worker.num_streams)
+        self.collected.add_versions(versions, newest, worker.num_streams)
         span.commit()
         self._frames += steps * worker.num_streams
         return steps
@@ -485,7 +489,7 @@ class RingCollector(BaseCollector):
                     self.pre_collect_hook()
                 batch = self._next_batch()
                 self._iter += 1
-                if self.post_collect_hook is not None:
+                if self.post_collect_hook is not None and batch is not None:
                     self.post_collect_hook(batch)
                 yield batch
         except (Exception, KeyboardInterrupt):
@@ -664,6 +668,15 @@ class RingCollector(BaseCollector):
             steps = max(int(worker.board.counters[1]), 1)
             found.append({name: float(worker.board.seconds[at]) / steps for at, name in enumerate(worker.board.stages)})
         return found
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version of the policy that workers can see; 0 where it has no weights."""
+        return 0 if self._scheme is None else self._scheme.version
+
+    def weights_arrived(self) -> bool:
+        """Whether everything that :meth:`update_policy_weights_` sent can be seen by the workers; never waits."""
+        return self._scheme is None or self._scheme.poll()
 
     @property
     def fill(self) -> list[int]:

@@ -1,0 +1,243 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""Where rows come from: steps of this process, or workers that never wait for the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from env_factory import make_env, observation_keys
+from settings import Settings
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_ext.collectors import (
+    PackedRunCollector,
+    RingCollector,
+    RunCollector,
+    UniformPolicy,
+    record_layout,
+)
+from torchrl_ext.data import RowLayout, SlotReplayBuffer
+from torchrl_ext.envs import EnvPoolEnv
+from torchrl_ext.trainers import FastSACLearner
+
+__all__ = ["AsyncSource", "Source", "SyncSource"]
+
+
+class Source(Protocol):
+    """Fills the replay and tells of episodes."""
+
+    def start(self) -> None:
+        """Resets the streams, which may take long."""
+
+    def feed(self, *, learnt: bool, learning: bool) -> int:
+        """Puts new rows into the replay and the observation statistics; returns how many, perhaps none."""
+
+    def credit(self, frames: int | None) -> None:
+        """Lets rows be collected up to a number in all; None takes the limit away."""
+
+    def publish(self, updates: int) -> None:
+        """Tells how many gradient steps the weights have seen."""
+
+    def episodes(self) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that ended since the last call."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the log since the last call."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint: episodes begin anew."""
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+
+
+class SyncSource:
+    """Steps all streams between gradient steps."""
+
+    def __init__(self, settings: Settings, env: EnvBase, learner: FastSACLearner) -> None:
+        options: dict[str, Any] = {
+            "observation_keys": _stored_keys(settings, env),
+            "num_steps": settings.collector.steps_per_run,
+            "policy_device": learner.device,
+        }
+        kind = PackedRunCollector if isinstance(env, EnvPoolEnv) else RunCollector
+        self.collector: PackedRunCollector | RunCollector = kind(env, learner.policy, **options)  # type: ignore[arg-type]
+        self.layout: RowLayout = self.collector.layout
+        self._learner = learner
+        self._uniform = UniformPolicy(env.action_spec) if settings.collector.warm_up_actions == "uniform" else None
+        self._rows = settings.env.num_envs * settings.collector.steps_per_run
+        self._replay: SlotReplayBuffer | None = None
+
+    def fill(self, replay: SlotReplayBuffer) -> None:
+        """Takes the replay that is to be filled."""
+        self._replay = replay
+
+    def start(self) -> None:
+        """See :class:`Source`."""
+        self.collector.start()
+
+    def feed(self, *, learnt: bool, learning: bool) -> int:
+        """See :class:`Source`."""
+        assert self._replay is not None
+        # Only a policy that never learnt leaves the warm-up to uniform actions.
+        warm_up = self._uniform if not learning and not learnt else None
+        run: Any = self.collector.collect(warm_up)
+        self._learner.observe(self.collector.observations(run))
+        self._replay.extend_batch(run)
+        return self._rows
+
+    def credit(self, frames: int | None) -> None:
+        """Nothing to do: a step is taken when it is asked for."""
+
+    def publish(self, updates: int) -> None:
+        """Nothing to do: the policy reads the learner's own parameters."""
+
+    def episodes(self) -> tuple[list[float], list[int]]:
+        """See :class:`Source`."""
+        ended = self.collector.episodes.pop()
+        return [episode.episode_return for episode in ended], [episode.length for episode in ended]
+
+    def metrics(self) -> dict[str, float]:
+        """See :class:`Source`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Source`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Source`."""
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self.collector.close()
+
+
+class AsyncSource:
+    """Drains the rings of worker processes, and publishes weights to them by gradient steps elapsed."""
+
+    def __init__(self, settings: Settings, env: EnvBase, learner: FastSACLearner) -> None:
+        self._settings, self._learner = settings, learner
+        self._options = settings.collector
+        self._keys = _stored_keys(settings, env)
+        self._device = learner.device
+        self.layout = record_layout(env, self._keys)
+        env.close()
+        self._updates = self._published = 0
+        self._updates_at: dict[int, int] = {}
+        self._lag_rows, self._lag_sum = 0, 0
+        self.collector: RingCollector | None = None
+
+    def fill(self, replay: SlotReplayBuffer) -> None:
+        """Starts the workers."""
+        settings, options = self._settings, self._options
+        workers, threads = options.num_workers, settings.env.num_threads
+        share = None if threads is None else max(1, threads // workers)
+        factory = partial(make_env, settings.env, seed=settings.seed, num_threads=share, evaluate=False)
+        policy_device: Any = options.policy_device
+        if policy_device == "learner":
+            policy_device = self._device
+        self.collector = RingCollector(
+            factory,
+            self._learner.policy,
+            num_workers=workers,
+            num_streams=settings.env.num_envs,
+            frames_per_batch=settings.env.num_envs,
+            replay_buffer=replay,
+            observation_keys=self._keys,
+            init_random_frames=options.learning_starts if options.warm_up_actions == "uniform" else None,
+            policy_device=policy_device,
+            exploration_type=ExplorationType.RANDOM,
+            transport=options.transport,
+            ring_slots=options.ring_slots,
+            cores=options.cores,
+            num_threads=options.policy_threads,
+            seed=settings.seed,
+            stall_timeout=options.stall_timeout,
+            max_restarts=options.max_restarts,
+            post_collect_hook=self._learner.observe,
+        )
+        self.collector.hold_at(0)
+
+    @property
+    def _ring(self) -> RingCollector:
+        assert self.collector is not None
+        return self.collector
+
+    def start(self) -> None:
+        """See :class:`Source`; workers reset their streams when they may step."""
+        self._ring.drain()
+
+    def feed(self, *, learnt: bool, learning: bool) -> int:
+        """See :class:`Source`."""
+        rows = self._ring.drain()
+        if rows:
+            for version, count in self._ring.collected.pop_versions().items():
+                self._lag_sum += count * max(self._updates - self._updates_at.get(version, 0), 0)
+                self._lag_rows += count
+        return rows
+
+    def credit(self, frames: int | None) -> None:
+        """See :class:`Source`."""
+        self._ring.hold_at(frames)
+
+    def publish(self, updates: int) -> None:
+        """See :class:`Source`."""
+        self._updates, ring = updates, self._ring
+        # One at a time, so that it is known which version these weights will be.
+        if updates - self._published >= self._options.publish_every and ring.weights_arrived():
+            self._updates_at[ring.policy_version + 1] = self._published = updates
+            ring.update_policy_weights_(self._learner.policy)
+
+    def episodes(self) -> tuple[list[float], list[int]]:
+        """See :class:`Source`."""
+        ended = self._ring.collected.pop_episodes()
+        return ended["return"].tolist(), ended["length"].tolist()
+
+    def metrics(self) -> dict[str, float]:
+        """See :class:`Source`."""
+        stages = self._ring.collected.timings()
+        values = {
+            f"collector/{name}_ms": 1e3 * sum(stage[name] for stage in stages) / len(stages) for name in stages[0]
+        }
+        fill = self._ring.fill
+        values["collector/ring_fill"] = sum(fill) / len(fill)
+        if self._lag_rows:
+            values["collector/policy_lag_updates"] = self._lag_sum / self._lag_rows
+        self._lag_sum = self._lag_rows = 0
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Source`."""
+        return dict(self._ring.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Source`."""
+        if state:
+            self._ring.load_state_dict(state)
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        if self.collector is not None:
+            self.collector.shutdown()
+
+
+def _stored_keys(settings: Settings, env: EnvBase) -> Sequence[Any]:
+    actor_keys, critic_keys = observation_keys(env, settings.env)
+    return list(dict.fromkeys([*actor_keys, *critic_keys]))
+
+
+def make_source(settings: Settings, env: EnvBase, learner: FastSACLearner) -> SyncSource | AsyncSource:
+    """Makes the source that the settings ask for: ``async: null`` is asynchronous on CUDA."""
+    wanted = settings.run_async
+    if wanted is None:
+        wanted = learner.device.type == "cuda" and torch.cuda.is_available()
+    return AsyncSource(settings, env, learner) if wanted else SyncSource(settings, env, learner)
