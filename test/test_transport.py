@@ -263,6 +263,13 @@ class TestBorrowedSpans:
         assert span.view()["step"][0, 0] == 0
         span.commit()
 
+    def test_released_span_is_lent_again(self, make):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        consumer.read_span().release()
+        with consumer.read_span() as span:
+            assert span.view()["step"][0, 0] == 0
+
     def test_next_span_needs_the_last_one_committed(self, make):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)

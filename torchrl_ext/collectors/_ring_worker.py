@@ -124,8 +124,8 @@ class RingWorker:
                 f"RingCollector: {self.name} (pid {self.process.pid}) must make a step or wait for room within "
                 f"stall_timeout={stall_timeout} s, it has been silent for {silent:.1f} s; {self.process.failure()}."
             )
-        if not self.is_alive():
-            self.process.poll()  # raises what is known, once there are no more messages
+        while not self.is_alive():
+            self.process.recv(0.0)  # raises what is known, once there are no more messages
 
     def command(self, command: str, value: Any) -> None:
         """Has the worker do something between two steps; :meth:`wait_for` waits for it."""

@@ -418,9 +418,13 @@ class RingCollector(BaseCollector):
         assert self.replay_buffer is not None
         taken = 0
         while taken < steps and (span := self._read(worker, steps - taken, tail=False)) is not None:
-            if span.begins:
-                self.replay_buffer.end_streams(worker.columns)
-            self.replay_buffer.extend_batch(span.run, streams=worker.columns)
+            try:
+                if span.begins:
+                    self.replay_buffer.end_streams(worker.columns)
+                self.replay_buffer.extend_batch(span.run, streams=worker.columns)
+            except BaseException:
+                span.release()  # nothing was written
+                raise
             if self.post_collect_hook is not None:
                 self.post_collect_hook(span.view())
             taken += self._commit(worker, span)
@@ -431,8 +435,7 @@ class RingCollector(BaseCollector):
             return worker.consumer.read_span(steps, tail=tail)
         except RingPeerDied:
             if self._restarts_left < 1:
-                worker.process.poll()  # raises with what is known: code, output, traceback
-                raise
+                worker.check(self._stall_timeout)  # raises with what is known: code, output, traceback
             self._restart(worker)
             return None
 

@@ -111,7 +111,14 @@ class RingConsumer(abc.ABC):
         run = PackedRun(shape.layout, parts.rows[start : start + steps], final_rows, finals, successors)
         self._borrowed = True
         versions = parts.versions[start : start + steps]
-        return Span(run, first, lambda: self._commit(steps, count), begins=bool(parts.begins[start]), versions=versions)
+        return Span(
+            run,
+            first,
+            lambda: self._commit(steps, count),
+            self._release,
+            begins=bool(parts.begins[start]),
+            versions=versions,
+        )
 
     def tail_of(self, step: int) -> torch.Tensor | None:
         """Returns the successors of a published step that is not given back, None while they are not known.
@@ -169,6 +176,9 @@ class RingConsumer(abc.ABC):
         event = self._spare.pop() if self._spare else torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._leaving.append((event, self._read, self._finals))
+
+    def _release(self) -> None:
+        self._borrowed = False
 
     def _give_back(self, read: int, finals: int) -> None:
         self._cursors.fence()  # the reads come before the slots may be written again

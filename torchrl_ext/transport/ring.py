@@ -39,7 +39,8 @@ __all__ = ["Span"]
 class Span:
     """Consecutive published steps, borrowed from a ring until they are committed.
 
-    ``with span:`` commits at the end of the block, unless it is left by an exception: then nothing was read.
+    ``with span:`` commits at the end of the block, unless it is left by an exception: then nothing was read, and the
+    span stays open.
 
     Attributes:
         first_step (int): the first step, counted from the ring's beginning.
@@ -53,12 +54,13 @@ class Span:
         run: PackedRun,
         first_step: int,
         commit: Callable[[], None],
+        release: Callable[[], None],
         *,
         begins: bool = False,
         versions: np.ndarray | None = None,
     ) -> None:
         self._run: PackedRun | None = run
-        self._commit = commit
+        self._commit, self._release = commit, release
         self.begins, self.versions = begins, np.zeros(run.shape[0], np.int32) if versions is None else versions
         self.first_step, self.num_steps = first_step, run.shape[0]
 
@@ -86,6 +88,12 @@ class Span:
         if self._run is not None:
             self._run = None
             self._commit()
+
+    def release(self) -> None:
+        """Gives the span up unread: the same steps are lent again. Does nothing once committed."""
+        if self._run is not None:
+            self._run = None
+            self._release()
 
     def __enter__(self) -> Span:
         return self
