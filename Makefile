@@ -6,7 +6,8 @@ ARGS ?=
 # Passed to pip, e.g. an index of CPU-only torch builds: make install PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
 # Cases of `make bench`.
-CASES ?= ingest sample sample_nstep routed_extend ensemble_sample write_back dreamer_replay_path prioritized
+CASES ?= ingest sample sample_nstep routed_extend ensemble_sample write_back dreamer_replay_path prioritized \
+	ring_host_drain ring_push weight_sync
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)

@@ -51,10 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # a line for each storage of each peer otherwise
     sizes = [SIZES[name] for name in args.sizes]
     lines = []
-    for name, function in functions.items():
-        for record in run_case(name, function, device, sizes=sizes, rounds=args.rounds, clock=args.clock):
-            lines.append(json.dumps(record))
-            print(lines[-1], flush=True)
+    try:
+        for name, function in functions.items():
+            for record in run_case(name, function, device, sizes=sizes, rounds=args.rounds, clock=args.clock):
+                lines.append(json.dumps(record))
+                print(lines[-1], flush=True)
+    except ValueError as error:  # a case that has nothing to measure on the device
+        return _fail(f"compare.py: {error}")
     if args.out is not None:
         args.out.write_text("".join(f"{line}\n" for line in lines))
     return 0

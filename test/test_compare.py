@@ -322,18 +322,60 @@ class TestManyStreamCases:
 
 
 class TestRingCases:
-    """Contract: the cases of rings run end to end at a tiny size, with or without their peer."""
+    """Contract: the cases of rings and weights run end to end at a tiny size, with or without their peer."""
 
-    @pytest.mark.parametrize("name", ["ring_host_drain", "ring_push", "weight_sync"])
-    def test_case_runs(self, name):
-        (record,) = compare.run_case(name, cases.load(name), CPU, sizes=[TINY], rounds=2)
+    def test_drains_run_from_one_ring_and_from_four(self):
+        one, four = compare.run_case("ring_host_drain", cases.load("ring_host_drain"), CPU, sizes=[TINY], rounds=2)
+        assert (one["config"], four["config"]) == ("tiny", "tiny, 4 collectors")
+        assert one["ratio_limit"] > 0 and four["ratio_limit"] > 0
+
+    def test_push_runs(self):
+        (record,) = compare.run_case("ring_push", cases.load("ring_push"), CPU, sizes=[TINY], rounds=2)
         assert list(record) == KEYS
         assert record["ratio_limit"] > 0
 
-    @pytest.mark.parametrize("name", ["ring_host_drain", "ring_push", "weight_sync"])
-    def test_host_memory_is_not_measured_on_a_gpu(self, name):
+    def test_snapshots_of_a_busy_publisher_are_counted_and_whole(self):
+        rest, busy = compare.run_case("weight_sync", cases.load("weight_sync"), CPU, sizes=[TINY], rounds=2)
+        assert rest["ratio_limit"] > 0
+        assert busy["extra"]["snapshots"] == 2 + compare.WARMUP_ROUNDS
+        assert busy["extra"]["snapshots_s"] > 0
+
+    def test_the_peer_gets_every_row_that_we_get(self):
+        pytest.importorskip("motrix_rl_builtin", reason="the peer comes with benchmarks/requirements-peers.txt")
+        from benchmarks.cases import ring_peers, ring_sources
+
+        pushes = ring_sources.Pushes(TINY)
+        (learner, plain), missing = ring_peers.peer_drains(TINY, [pushes], CPU, "host", ended=True)
+        assert missing is None
+        for candidate in (learner, plain):
+            candidate.run(candidate.fresh())  # raises where the run is not all there
+
+    def test_device_memory_is_not_measured_without_a_gpu(self):
+        with pytest.raises(ValueError, match="--device cuda"):
+            next(cases.load("ring_ipc_drain")(CPU, [TINY]))
+
+
+class TestCollectorRate:
+    """Contract: every candidate collects the same rows; it is a case of the CPU."""
+
+    def test_case_runs(self, monkeypatch):
+        pytest.importorskip("envpool")
+        from benchmarks.cases import collection
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PeerUnavailableError("not now.")
+
+        monkeypatch.setattr(collection, "SECONDS", 0.05)
+        monkeypatch.setattr(collection, "TASKS", (collection.Task("Pendulum-v1", 4, 3, 1),))
+        monkeypatch.setattr(collection.torchrl_collector, "SharedReplayCollector", refuse)
+        (record,) = compare.run_case("collector_rate", cases.load("collector_rate"), CPU, sizes=[TINY], rounds=1)
+        assert record["config"] == "Pendulum-v1, 4 streams"
+        assert record["ratio_limit"] > 0
+        assert record["extra"]["rows"] % 4 == 0 and record["extra"]["ours_rows_s"] > 0
+
+    def test_it_is_not_measured_on_a_gpu(self):
         with pytest.raises(ValueError, match="--device cpu"):
-            next(cases.load(name)(torch.device("cuda"), [TINY]))
+            next(cases.load("collector_rate")(torch.device("cuda"), [TINY]))
 
 
 class TestReplayCases:

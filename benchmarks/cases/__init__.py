@@ -22,15 +22,17 @@ CaseFunction = Callable[[torch.device, Sequence[ReplaySizes]], Iterator["Compari
 
 # Modules are imported when a case is asked for, so that one case's imports cannot break the others.
 CASES: dict[str, str] = {
+    "collector_rate": "benchmarks.cases.collection:collector_rate",
     "ensemble_sample": "benchmarks.cases.sequences:ensemble_sample",
     "ingest": "benchmarks.cases.replay:ingest",
     "prioritized": "benchmarks.cases.prioritized:prioritized",
     "ring_host_drain": "benchmarks.cases.rings:ring_host_drain",
+    "ring_ipc_drain": "benchmarks.cases.rings:ring_ipc_drain",
     "ring_push": "benchmarks.cases.rings:ring_push",
     "routed_extend": "benchmarks.cases.write_back:routed_extend",
     "sample": "benchmarks.cases.replay:sample",
     "sample_nstep": "benchmarks.cases.replay:sample_nstep",
-    "weight_sync": "benchmarks.cases.rings:weight_sync",
+    "weight_sync": "benchmarks.cases.weights:weight_sync",
     "write_back": "benchmarks.cases.write_back:write_back",
     "dreamer_replay_path": "benchmarks.cases.dreamer:dreamer_replay_path",
 }

@@ -1,216 +1,203 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""Rings in host memory, both ends in one process, so that a call is timed and not a scheduler.
+"""Rings, both ends in one process, so that a call is timed and not a scheduler.
 
-``ring_host_drain``  an 8-slot run, 1 % of its rows ended, from the ring into a host storage. The limit is one memcpy of
-                     the same slots into memory of the same size.
-``ring_push``        one step of all streams from separate fields into the ring. The limit is one memcpy of a slot.
-``weight_sync``      one snapshot of a 1 MB actor from the slots that its publisher fills. The limit is one memcpy.
+``ring_host_drain``  an 8-slot run, 1 % of its rows ended, from rings in host memory into a storage: from one ring, and
+                     from those of four collectors with a quarter of the streams each. With ``--device cuda`` the
+                     storage is there and the ring's memory page-locked. The limit is one copy of the same slots.
+``ring_ipc_drain``   the same from a ring in device memory; also a run without ends.
+``ring_push``        one step of all streams from separate fields into a ring, with ``--device cuda`` into one in device
+                     memory, from host and from CUDA fields. The limit is one copy of a slot.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.cases import Comparison
-from benchmarks.cases.replay_sources import Source, make_source
-from benchmarks.peers import PeerUnavailableError, motrixlab
+from benchmarks.cases.ring_peers import peer_drains, peer_pushes
+from benchmarks.cases.ring_sources import PREPARED, RING_SLOTS, Pushes
+from benchmarks.peers import motrixlab
 from benchmarks.presets import ReplaySizes
 from benchmarks.timing import Candidate
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage
-from torchrl_ext.transport import HostConsumer, HostProducer, HostRing, SeqlockSlots
+from torchrl_ext.transport import (
+    CudaIpcConsumer,
+    CudaIpcProducer,
+    CudaIpcRing,
+    HostConsumer,
+    HostProducer,
+    HostRing,
+)
+from torchrl_ext.transport.consumer import RingConsumer
+from torchrl_ext.transport.producer import RingProducer
 
-RING_SLOTS = 64
-PREPARED_RUNS = 4
-ACTOR_BYTES = 2**20
+COLLECTORS = 4
+CPU = torch.device("cpu")
+MEDIUM = ReplaySizes(name="medium", streams=2048, observation=48, critic_observation=60, action=12)
+"""The third size of ``ring_ipc_drain``: many streams with narrow rows."""
+
+Ends = tuple[RingProducer, RingConsumer]
 
 
 def ring_host_drain(device: torch.device, sizes: Sequence[ReplaySizes]) -> Iterator[Comparison]:
-    """Drains one run into a storage on the CPU."""
-    _require_cpu(device)
+    """Drains one run into a storage on ``device``."""
     for preset in sizes:
-        yield _drain(preset)
+        yield _drain(preset, device, "host")
+        if device.type == "cpu":
+            yield _drain(preset, device, "host", collectors=COLLECTORS)
+
+
+def ring_ipc_drain(device: torch.device, sizes: Sequence[ReplaySizes]) -> Iterator[Comparison]:
+    """Drains one run from device memory into a storage there."""
+    if device.type != "cuda":
+        raise ValueError("ring_ipc_drain needs device memory; it is measured with --device cuda.")
+    for preset in [*sizes, MEDIUM]:
+        yield _drain(preset, device, "ipc")
+        yield _drain(preset, device, "ipc", ended=False)
 
 
 def ring_push(device: torch.device, sizes: Sequence[ReplaySizes]) -> Iterator[Comparison]:
     """Pushes one step."""
-    _require_cpu(device)
     for preset in sizes:
-        yield _push(preset)
+        yield _push(preset, device, fields=CPU)
+        if device.type == "cuda":
+            yield _push(preset, device, fields=device)
 
 
-def weight_sync(device: torch.device, sizes: Sequence[ReplaySizes]) -> Iterator[Comparison]:
-    """Reads one snapshot."""
-    _require_cpu(device)
-    slots, out = SeqlockSlots(ACTOR_BYTES), torch.empty(ACTOR_BYTES, dtype=torch.uint8)
-    weights = torch.randint(0, 255, (ACTOR_BYTES,), dtype=torch.uint8)
-    yield Comparison(
-        config="1 MB actor",
-        ours=Candidate(lambda _: slots.read(out), lambda: slots.publish(weights)),
-        limit_name="one memcpy",
-        limit=Candidate(lambda _: ctypes.memmove(out.data_ptr(), weights.data_ptr(), ACTOR_BYTES)),
-        peer_name="none",
-        bytes_moved=ACTOR_BYTES,
-    )
+def _make_ends(kind: str, pushes: Pushes, device: torch.device) -> Ends:
+    streams = pushes.preset.streams
+    if kind == "ipc":
+        shared = CudaIpcRing(pushes.layout, RING_SLOTS, streams, device=device)
+        return CudaIpcProducer(shared), CudaIpcConsumer(shared)
+    ring = HostRing(pushes.layout, RING_SLOTS, streams)
+    return HostProducer(ring), HostConsumer(ring, device=device)
 
 
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ValueError("rings in host memory are measured with --device cpu.")
+def _drain(
+    preset: ReplaySizes, device: torch.device, kind: str, *, ended: bool = True, collectors: int = 1
+) -> Comparison:
+    block = preset.streams // collectors
+    pushes = [
+        Pushes(replace(preset, streams=block), ended=ended, first_seed=PREPARED * part) for part in range(collectors)
+    ]
+    ends = [_make_ends(kind, source, device) for source in pushes]
+    slots, layout = preset.slots(device), pushes[0].layout
+    buffer = SlotReplayBuffer(storage=SlotStorage(slots, preset.streams, layout=layout, device=device))
+    columns = [slice(part * block, (part + 1) * block) for part in range(collectors)]
 
-
-class _Pushes:
-    """Runs, step by step, as the producer's fields."""
-
-    def __init__(self, preset: ReplaySizes) -> None:
-        self.sources = [
-            make_source(preset, torch.device("cpu"), ended=True, seed=seed) for seed in range(PREPARED_RUNS)
-        ]
-        self.layout = self.sources[0].packed.layout
-        self._rotation = itertools.cycle(self.sources)
-        self._ends = {id(source): self._ends_of(source) for source in self.sources}
-        self._fields = {id(source): self._fields_of(source) for source in self.sources}
-
-    def next(self) -> Source:
-        return next(self._rotation)
-
-    @staticmethod
-    def _ends_of(source: Source) -> list[tuple[np.ndarray, torch.Tensor]]:
-        packed = source.packed
-        steps, streams = packed.rows.shape[:2]
-        at = packed.final_rows.numpy()
-        step, stream = np.divmod(at, streams)
-        return [(stream[step == k], packed.finals[torch.from_numpy(step == k)]) for k in range(steps)]
-
-    def _fields_of(self, source: Source) -> list[dict]:
-        leaves = self.layout.leaves(source.packed.rows, self.layout.fields)
-        return [{key: leaf[k].clone() for key, leaf in leaves.items()} for k in range(len(source.packed.rows))]
-
-    def push(self, producer: HostProducer, source: Source, steps: range) -> None:
-        fields, ends = self._fields[id(source)], self._ends[id(source)]
-        for step in steps:
-            streams, finals = ends[step]
-            producer.push(fields[step], final_streams=streams, finals=finals)
-
-
-def _drain(preset: ReplaySizes) -> Comparison:
-    pushes = _Pushes(preset)
-    ring = HostRing(pushes.layout, RING_SLOTS, preset.streams)
-    producer, consumer = HostProducer(ring), HostConsumer(ring)
-    buffer = SlotReplayBuffer(storage=SlotStorage(preset.slots_cpu, preset.streams, layout=pushes.layout))
-    steps, run_bytes = range(preset.run_slots), pushes.sources[0].packed.rows.numel()
-    plain = torch.zeros(preset.slots_cpu // preset.run_slots * run_bytes, dtype=torch.uint8)
-    places = itertools.cycle(range(0, len(plain), run_bytes))
-    ring_places = itertools.cycle(range(0, RING_SLOTS // preset.run_slots * run_bytes, run_bytes))
+    def fill() -> None:
+        for source, (producer, _) in zip(pushes, ends, strict=True):
+            source.push(producer, source.next(), range(preset.run_slots))
 
     def drain(_: object) -> None:
-        while (span := consumer.read_span()) is not None:
-            with span:
-                buffer.extend_batch(span.run)
+        for (_, consumer), streams in zip(ends, columns, strict=True):
+            while (span := consumer.read_span(tail=False)) is not None:
+                with span:
+                    buffer.extend_batch(span.run, streams=streams)
 
-    def copy(_: object) -> None:
-        start = ring.parts.rows.data_ptr() + next(ring_places)
-        ctypes.memmove(plain.data_ptr() + next(places), start, run_bytes)
-
-    peer, fresh, missing = _peer_drain(preset, pushes)
-    for _ in range(preset.slots_cpu // preset.run_slots + 1):  # maps every page
-        pushes.push(producer, pushes.next(), steps)
-        drain(None)
-        copy(None)
-        if peer is not None and fresh is not None:
-            peer(fresh())
+    run_bytes = preset.run_slots * preset.streams * layout.row_bytes
+    copy = _copy_limit(device if kind == "ipc" else CPU, device, run_bytes, RING_SLOTS // preset.run_slots)
+    peers, missing = peer_drains(preset, pushes, device, kind, ended=ended)
+    candidates = [Candidate(drain, fill), Candidate(copy), *peers]
+    for _ in range(slots // preset.run_slots + 1):  # maps every page, and every slot holds an older generation
+        for candidate in candidates:
+            candidate.run(None if candidate.fresh is None else candidate.fresh())
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    remark = "" if collectors == 1 else f", {collectors} collectors"
     return Comparison(
-        config=preset.name,
-        ours=Candidate(drain, lambda: pushes.push(producer, pushes.next(), steps)),
-        limit_name="one memcpy of the slots",
-        limit=Candidate(copy),
-        peer_name=f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} SharedTransitionRing, extend_batch",
-        peer=None if peer is None else Candidate(peer, fresh),
+        config=f"{preset.name}{remark}" if ended else f"{preset.name}, no ends",
+        ours=candidates[0],
+        limit_name="one copy of the slots" if device.type == "cuda" else "one memcpy of the slots",
+        limit=candidates[1],
+        peer_name=f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} Learner.drain",
+        peer=peers[0] if peers else None,
         peer_missing=missing,
+        # What the peer's ring and buffer could do without their learner, which stacks the slots of a run.
+        others={"peer_without_learner": peers[1]} if len(peers) > 1 else {},
         bytes_moved=run_bytes,
     )
 
 
-def _peer_drain(
-    preset: ReplaySizes, pushes: _Pushes
-) -> tuple[Callable[[object], None] | None, Callable[[], Any] | None, str | None]:
-    sizes = {
-        "streams": preset.streams,
-        "observation": preset.observation,
-        "critic_observation": preset.critic_observation,
-        "action": preset.action,
-    }
-    cpu = torch.device("cpu")
-    try:
-        ring = motrixlab.build_ring(slots=RING_SLOTS, **sizes)
-        replay = motrixlab.build_buffer(
-            slots=preset.slots_cpu, n_steps=1, device=cpu, final_obs_bootstrap=False, **sizes
-        )
-    except PeerUnavailableError as error:
-        return None, None, str(error)
+def _copy_limit(source: torch.device, target: torch.device, nbytes: int, places: int) -> Callable[[object], None]:
+    """Returns a copy of so many bytes, from page-locked memory where it goes to a GPU, each time another place."""
+    pinned = source.type == "cpu" and target.type == "cuda"
+    read = torch.ones(places * nbytes, dtype=torch.uint8, device=source, pin_memory=pinned)
+    written = torch.zeros(2 * places * nbytes, dtype=torch.uint8, device=target)
+    starts = itertools.cycle(range(0, places * nbytes, nbytes))
+    ends = itertools.cycle(range(0, 2 * places * nbytes, nbytes))
 
-    def fill() -> None:
-        fields = pushes.next().fields
-        for step in range(preset.run_slots):
-            if not ring.push(*(field[step] for field in fields)):
-                raise RuntimeError("the peer's ring must have room for a run after it was drained.")
+    def copy(_: object) -> None:
+        start, end = next(starts), next(ends)
+        if target.type == "cpu":
+            # The C library's memcpy: torch's copy of bytes is a quarter slower.
+            ctypes.memmove(written.data_ptr() + end, read.data_ptr() + start, nbytes)
+        else:
+            written[end : end + nbytes].copy_(read[start : start + nbytes], non_blocking=True)
 
-    def drain(_: object) -> None:
-        read = 0
-        while read < preset.run_slots:
-            count, views = ring.read_span()
-            replay.extend_batch(*views)
-            ring.commit_reads(count)
-            read += count
-
-    return drain, fill, None
+    return copy
 
 
-def _push(preset: ReplaySizes) -> Comparison:
-    pushes = _Pushes(preset)
-    ring = HostRing(pushes.layout, RING_SLOTS, preset.streams)
-    producer, consumer = HostProducer(ring), HostConsumer(ring)
+def _push(preset: ReplaySizes, device: torch.device, *, fields: torch.device) -> Comparison:
+    kind = "ipc" if device.type == "cuda" else "host"
+    pushes = Pushes(preset, device=fields)
+    producer, consumer = _make_ends(kind, pushes, device)
     slot_bytes = preset.streams * pushes.layout.row_bytes
-    plain = torch.zeros(RING_SLOTS * slot_bytes, dtype=torch.uint8)
-    places = itertools.cycle(range(0, len(plain), slot_bytes))
+    copy = _copy_limit(fields, device, slot_bytes, RING_SLOTS)
+    extra: dict[str, Any] = {}
 
-    def make_room() -> Source:
-        if (span := consumer.read_span()) is not None:
+    def make_room() -> Any:
+        if (span := consumer.read_span(tail=False)) is not None:
             span.commit()
         return pushes.next()
 
-    def copy(source: Source) -> None:
-        ctypes.memmove(plain.data_ptr() + next(places), source.packed.rows.data_ptr(), slot_bytes)
+    def push(source: Any) -> None:
+        pushes.push(producer, source, range(1))
 
-    peer_sizes = (preset.streams, preset.observation, preset.critic_observation, preset.action)
-    peer, missing = None, None
-    try:
-        names = ("streams", "observation", "critic_observation", "action")
-        peer = motrixlab.build_ring(slots=RING_SLOTS, **dict(zip(names, peer_sizes, strict=True)))
-    except PeerUnavailableError as error:
-        missing = str(error)
-
-    def peer_fresh() -> tuple[torch.Tensor, ...]:
-        count, _ = peer.read_span()
-        peer.commit_reads(count)
-        return tuple(field[0] for field in pushes.next().fields)
-
+    if fields.type == "cuda":
+        peers, missing = [], "IpcTransitionRing.push takes host tensors only."
+    else:
+        peers, missing = peer_pushes(preset, pushes, kind, device)
     for _ in range(RING_SLOTS + 1):
-        pushes.push(producer, make_room(), range(1))
-        copy(pushes.next())
+        push(make_room())
+        copy(None)
+    candidates = [Candidate(push, make_room), *peers]
+    if device.type == "cuda":
+        # A push returns before its copy is done: what the producer itself waits for is a figure of its own.
+        names = ("ours_issue_ms", "peer_issue_ms", "peer_without_final_obs_issue_ms")
+        named = zip(candidates, names, strict=False)
+        candidates = [replace(candidate, run=_issuing(candidate.run, extra, name)) for candidate, name in named]
     return Comparison(
-        config=preset.name,
-        ours=Candidate(lambda source: pushes.push(producer, source, range(1)), make_room),
-        limit_name="one memcpy of a slot",
-        limit=Candidate(copy, pushes.next),
-        peer_name=f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} SharedTransitionRing.push",
-        peer=None if peer is None else Candidate(lambda fields: peer.push(*fields), peer_fresh),
+        config=preset.name if device.type == "cpu" else f"{preset.name}, {fields.type} fields",
+        ours=candidates[0],
+        limit_name="one copy of a slot" if device.type == "cuda" else "one memcpy of a slot",
+        limit=Candidate(copy),
+        peer_name=f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} push",
+        peer=candidates[1] if peers else None,
         peer_missing=missing,
+        others={"peer_without_final_obs": candidates[2]} if peers else {},
         bytes_moved=slot_bytes,
+        extra=extra,
     )
+
+
+def _issuing(run: Callable[[Any], object], extra: dict[str, Any], name: str) -> Callable[[Any], None]:
+    """Returns the call, which also keeps the median time until it returns in the report."""
+    taken: list[float] = []
+
+    def call(argument: Any) -> None:
+        start = time.perf_counter()
+        run(argument)
+        taken.append((time.perf_counter() - start) * 1e3)
+        extra[name] = round(statistics.median(taken), 5)
+
+    return call

@@ -92,3 +92,47 @@ def build_ring(*, slots: int, streams: int, observation: int, critic_observation
     """
     module = _import("motrix_rl_builtin.fastsac.async_impl.transport")
     return module.SharedTransitionRing(slots, streams, observation, critic_observation, action)
+
+
+def add_finals(ring: Any, *, observation: int, critic_observation: int) -> Any:
+    """Gives a ring of :func:`build_ring` the store of its final observations, as the trainer does, and returns it."""
+    module = _import("motrix_rl_builtin.fastsac.async_impl.transport.ring")
+    ring.final_obs_store = module.FinalObsStorage(ring.capacity, ring.num_envs, observation, critic_observation)
+    return ring
+
+
+def build_ipc_ring(
+    *, slots: int, streams: int, observation: int, critic_observation: int, action: int, device: torch.device
+) -> Any:
+    """Returns an ``IpcTransitionRing`` of this process's own device memory, which serves both ends.
+
+    Raises:
+        PeerUnavailableError: if the package cannot be imported here.
+    """
+    module = _import("motrix_rl_builtin.fastsac.async_impl.transport")
+    memory = torch.zeros(slots, streams, observation + critic_observation + action + 3, device=device)
+    sizes = (slots, streams, observation, critic_observation, action)
+    return module.IpcTransitionRing(module.RingCursors(), memory, *sizes)
+
+
+def build_drain(rings: list[Any], replay: Any, *, run_slots: int, device: torch.device) -> Any:
+    """Returns the trainer's ``Learner.drain`` over these rings, without a trainer.
+
+    The learner is the package's own; what stands in for its agent has the replay buffer and nothing to train.
+
+    Raises:
+        PeerUnavailableError: if the package cannot be imported here.
+    """
+    learner = _import("motrix_rl_builtin.fastsac.async_impl.learner")
+    agent = types.SimpleNamespace(
+        rb=replay,
+        device=device,
+        world_size=1,
+        cfg=types.SimpleNamespace(learning_starts=0),
+        set_train_mode=lambda: None,
+        window_metrics=types.SimpleNamespace(add=lambda *_: None),
+    )
+    options = types.SimpleNamespace(max_ingest_per_iter=run_slots)
+    config = types.SimpleNamespace(trainer=types.SimpleNamespace(async_options=options))
+    endpoints = [learner.CollectorEndpoint(ring, None) for ring in rings]
+    return learner.Learner(agent, config, endpoints, types.SimpleNamespace(num_collectors=len(rings))).drain

@@ -12,6 +12,8 @@ from tensordict.nn import CudaGraphModule
 from torch import nn
 from torchrl.envs import EnvBase
 
+from torchrl_ext.collectors._direct_call import direct_call
+
 if TYPE_CHECKING:
     from torchrl_ext.collectors._worker import WorkerOptions
 
@@ -41,6 +43,9 @@ class WorkerPolicy:
         if weights is not None:
             weights.init_on_receiver(model_id="policy", model=policy)
             weights.connect()
+        self._version = 0 if weights is None else weights.version
+        if self._device is None and options.compile_policy is None and options.cudagraph_policy is None:
+            self._called = direct_call(policy)
         if options.compile_policy is not None:
             self._called = torch.compile(self._called, **options.compile_policy)
         if options.cudagraph_policy is not None:
@@ -56,12 +61,12 @@ class WorkerPolicy:
     @property
     def version(self) -> int:
         """Of the weights that act."""
-        return 0 if self._weights is None else self._weights.version
+        return self._version
 
     def receive(self) -> None:
         """Takes the newest weights, if there are newer ones."""
-        if self._weights is not None:
-            self._weights.receive()
+        if self._weights is not None and self._weights.receive() is not None:
+            self._version = self._weights.version
 
     def act(self, observation: TensorDictBase) -> None:
         """Writes what the policy writes."""

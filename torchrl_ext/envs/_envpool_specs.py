@@ -119,7 +119,7 @@ class ActionBuffer:
                 f'EnvPoolEnv: "action" must have shape {list(self._shape)} and dtype {self._dtype}, got '
                 f"{list(action.shape)} and {action.dtype}; no stream was stepped."
             )
-        if action.requires_grad or action.device.type != "cpu":
+        if action.requires_grad or not action.is_cpu:
             action = action.detach().cpu()
         given = action.numpy()
         np.copyto(self._flat, given, casting="same_kind")

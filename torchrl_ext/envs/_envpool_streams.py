@@ -148,11 +148,13 @@ class PoolStreams:
         self.observation.write(observation, streams)
         if self._info_has_termination:
             terminated = terminated | info["terminated"].astype(bool)
-        truncated = truncated | (info["elapsed_step"] >= self._limit)
         rows = slice(None) if streams is None else streams
-        if streams is not None:
+        if streams is None:
+            np.greater_equal(info["elapsed_step"], self._limit, out=self._truncated)
+            np.logical_or(self._truncated, truncated, out=self._truncated)
+        else:
             self._reward.fill(0.0)
+            self._truncated[streams] = truncated | (info["elapsed_step"] >= self._limit)
         self._reward[rows] = reward
         self._terminated[rows] = terminated
-        self._truncated[rows] = truncated
         np.logical_or(self._terminated, self._truncated, out=self._done)

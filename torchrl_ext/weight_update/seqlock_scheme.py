@@ -268,8 +268,7 @@ class SeqlockWeightSyncScheme(WeightSyncScheme):
         if receiver is None or not self.synchronized_on_receiver:
             raise RuntimeError("SeqlockWeightSyncScheme: receive must follow init_on_receiver and connect.")
         before, taken = receiver.version, receiver.take(timeout or 0.0)
-        count = getattr(self.context, "increment_version", None)
-        if receiver.version != before and count is not None:
+        if receiver.version != before and (count := getattr(self.context, "increment_version", None)) is not None:
             count()  # TorchRL's collectors stamp their rows with it
         return taken
 

@@ -1,0 +1,220 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The FastSAC script with workers that collect while the learner learns, and what is made of its checkpoints."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_fast_sac_script import ROOT, SCRIPT, build, last, lines, script, start, train  # noqa: F401
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+DEADLINE = 60.0
+ASYNC = ["async=true", "collector.publish_every=4"]
+
+
+def workers_of(pid):
+    """Processes of a run's workers, by their parent."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    fields = file.read().rsplit(")", 1)[1].split()
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    command = file.read()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and b"collector-" in command and fields[0] != "Z":
+                found.append(int(entry))
+    return found
+
+
+def wait_for(what, holds, seconds=DEADLINE):
+    end = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
+        time.sleep(0.05)
+    return value
+
+
+def has_lines(folder):
+    return (folder / "metrics.jsonl").exists() and lines(folder)
+
+
+class TestGovernor:
+    """Contract: strict is exact whoever is slow, none lost at the end; free takes what it can."""
+
+    @pytest.mark.parametrize("slow", ["learner", "collector"])
+    def test_strict_ratio_holds(self, build, monkeypatch, slow):  # noqa: F811
+        run = build(*ASYNC, "learner.updates_per_step=1")
+        target, name = (run.state.learner, "update_from") if slow == "learner" else (run.source, "feed")
+        whole = getattr(target, name)
+
+        def slowly(*args, **kwargs):
+            time.sleep(0.004)
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, slowly)
+        stop = type("Never", (), {"count": 0})()
+        run.train(stop)
+        expected = 200 - 12  # 200 vector steps, of which 12 leave fewer than 100 rows
+        assert run.state.counters.frames == 1600
+        assert run.state.governor.updates == run.state.learner.updates == expected
+
+    def test_workers_are_held_back_by_what_the_learner_owes(self, build):  # noqa: F811
+        run = build(*ASYNC, "collector.max_ahead=2", "learner.updates_per_step=50", "collector.learning_starts=8")
+        run.source.start()
+        end = time.monotonic() + DEADLINE
+        while run.state.counters.frames < 80:
+            assert time.monotonic() < end, "80 rows did not come in time"
+            run.step()
+            owed = run.state.governor.due(run.state.counters.frames)
+            assert owed <= (2 + 1) * 50 + 4, "rows of more than max_ahead vector steps came before their updates"
+
+    def test_free_goes_on_without_new_rows(self, build):  # noqa: F811
+        run = build(*ASYNC, "collector.governor=free", "learner.updates_per_step=0.01", "total_frames=400")
+        stop = type("Never", (), {"count": 0})()
+        run.train(stop)
+        assert run.state.counters.frames == 400
+        assert run.state.governor.updates > 4
+
+
+class TestGate:
+    """case 45: no update below ``learning_starts`` rows, the first one there; parameters bit-equal until then."""
+
+    def test_nothing_is_learnt_before(self, build):  # noqa: F811
+        run = build(*ASYNC, "collector.learning_starts=400")
+        before = [value.clone() for value in run.state.learner.loss.parameters()]
+        run.source.start()
+        end = time.monotonic() + DEADLINE
+        while run.state.learner.updates == 0:
+            assert time.monotonic() < end, "no update came"
+            if run.state.counters.frames < 400:
+                now = list(run.state.learner.loss.parameters())
+                assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+            run.step()
+        assert run.state.counters.frames >= 400
+
+
+class TestMetrics:
+    def test_lag_and_shares_are_told(self, script, tmp_path):  # noqa: F811
+        folder = train(script, tmp_path / "run", *ASYNC)
+        told = {key for line in lines(folder) for key in line}
+        assert {"collector/policy_lag_updates", "learner/busy_share", "collector/ring_fill", "collector/env_ms"} <= told
+        lags = [
+            line["collector/policy_lag_updates"] for line in lines(folder) if "collector/policy_lag_updates" in line
+        ]
+        assert all(0 <= lag <= 94 for lag in lags)
+        assert any("train/return" in line for line in lines(folder))
+
+
+class TestLife:
+    def test_resumed_run_goes_on(self, build):  # noqa: F811
+        run = build(*ASYNC)
+        stop = type("Never", (), {"count": 0})()
+        run.train(stop)
+        run.save(with_replay=True)
+        other = build(*ASYNC, f"resume_from={run.folder}", "total_frames=3200", folder="b")
+        assert (other.state.counters.frames, len(other.state.replay)) == (1600, 1600)
+        other.train(stop)
+        assert other.state.counters.frames == 3200
+        assert other.state.governor.updates == (400 - 12) // 2
+        rows = other.state.replay.storage.get(torch.arange(199, 202))
+        assert not torch.equal(rows["next", "observation"][0], rows["observation"][1]), "streams were cut"
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_signal_writes_a_checkpoint_and_ends_the_workers(self, tmp_path, number):
+        process = start(tmp_path / "run", *ASYNC, "total_frames=800000", "log.print_every=0.2")
+        try:
+            pids = wait_for("a worker", lambda: workers_of(process.pid))
+            wait_for(
+                "a line of metrics", lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run")
+            )
+            process.send_signal(number)
+            begun = time.monotonic()
+            out, err = process.communicate(timeout=DEADLINE)
+            assert time.monotonic() - begun < 15.0
+            assert process.returncode == 128 + number, err.decode()
+        finally:
+            process.kill()
+        saved = last(tmp_path / "run")
+        assert saved["counters"]["frames"] > 0 and saved["replay"] is not None
+        wait_for("the end of the workers", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10.0)
+
+    def test_killed_worker_ends_the_run_with_its_name(self, tmp_path):
+        process = start(tmp_path / "run", *ASYNC, "total_frames=800000")
+        try:
+            pids = wait_for("a worker", lambda: workers_of(process.pid))
+            wait_for(
+                "a line of metrics", lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run")
+            )
+            os.kill(pids[0], signal.SIGKILL)
+            _, err = process.communicate(timeout=20.0)
+        finally:
+            process.kill()
+        assert process.returncode not in (0, None)
+        assert b"collector-0" in err and b"SIGKILL" in err
+
+    def test_killed_worker_is_started_anew_when_asked(self, tmp_path):
+        options = ["collector.max_restarts=1", "total_frames=8000", "learner.updates_per_step=0.1"]
+        process = start(tmp_path / "run", *ASYNC, *options)
+        try:
+            pids = wait_for("a worker", lambda: workers_of(process.pid))
+            wait_for(
+                "a line of metrics", lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run")
+            )
+            os.kill(pids[0], signal.SIGKILL)
+            out, err = process.communicate(timeout=DEADLINE)
+        finally:
+            process.kill()
+        assert process.returncode == 0, err.decode()
+        assert last(tmp_path / "run")["counters"]["frames"] == 8000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    process = start(folder, "async=false")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err.decode()
+    return folder
+
+
+class TestCheckpointUses:
+    @staticmethod
+    def call(name, *arguments):
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(SCRIPT.parent / name), *map(str, arguments)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+
+    def test_exported_policy_acts_as_the_learners(self, folder, script):  # noqa: F811
+        onnxruntime = pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+        done = self.call("export.py", folder, "--checkpoint", "last")
+        assert done.returncode == 0, done.stderr
+        from saved_run import load_run
+        from tensordict import TensorDict
+
+        _, learner = load_run(folder, checkpoint="last")
+        session = onnxruntime.InferenceSession(str(folder / "policy.onnx"), providers=["CPUExecutionProvider"])
+        observation = 2 * torch.randn(5, 3)
+        found = session.run(None, {"observation": observation.numpy()})[0]
+        with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+            wanted = learner.policy(TensorDict(observation=observation, batch_size=[5]))["action"]
+        assert torch.allclose(torch.from_numpy(found), wanted, atol=1e-4)
+
+    def test_checkpoint_is_played(self, folder):
+        done = self.call("play.py", folder, "--episodes", "2")
+        assert done.returncode == 0, done.stderr
+        assert "Pendulum-v1: mean return -" in done.stdout and "over 2 episodes" in done.stdout
+
+    @pytest.mark.parametrize("name", ["export.py", "play.py"])
+    def test_folder_of_no_run_is_refused_in_one_sentence(self, tmp_path, name):
+        done = self.call(name, tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1 and "must be the folder of a run" in done.stderr
