@@ -91,7 +91,9 @@ def _drain(
     ]
     ends = [_make_ends(kind, source, device) for source in pushes]
     slots, layout = preset.slots(device), pushes[0].layout
-    buffer = SlotReplayBuffer(storage=SlotStorage(slots, preset.streams, layout=layout, device=device))
+    finals = max(64, slots // 4)
+    storage = SlotStorage(slots, preset.streams, layout=layout, device=device, final_capacity=finals)
+    buffer = SlotReplayBuffer(storage=storage)
     columns = [slice(part * block, (part + 1) * block) for part in range(collectors)]
 
     def fill() -> None:

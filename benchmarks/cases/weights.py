@@ -152,6 +152,7 @@ def _sender(kind: Any, actor: nn.Module, width: int, layers: int, alive: context
     """Starts a worker and returns one synchronisation with it."""
     scheme = SeqlockWeightSyncScheme(num_workers=1, transport=kind, connect_timeout=DEADLINE_S)
     scheme.init_on_sender(model_id="policy", model=actor)
+    alive.callback(lambda: actor)  # which the scheme does not keep
     state = torch.zeros(2, dtype=torch.int64).share_memory_()  # whether to end; snapshots that arrived
     device = next(actor.parameters()).device
     # The scheme gives device memory up after its worker has ended.

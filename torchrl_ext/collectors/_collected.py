@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from torchrl_ext.collectors._board import EndedEpisodes
+from torchrl_ext.collectors._board import Board, Counter, EndedEpisodes
 
 __all__ = ["Collected"]
 
@@ -20,11 +18,15 @@ class Collected:
 
     Args:
         num_metrics (int): numbers told of each episode.
-        timings (callable): returns the mean seconds of each stage per step, by worker.
     """
 
-    def __init__(self, num_metrics: int, timings: Callable[[], list[dict[str, float]]]) -> None:
-        self._num_metrics, self.timings = num_metrics, timings
+    boards: list[Board]
+    """Of the workers."""
+
+    def __init__(self, num_metrics: int) -> None:
+        self._num_metrics = num_metrics
+        self.boards = []
+        self._last_timings: list[dict[str, float]] | None = None
         self._episodes: list[tuple[int, np.ndarray, EndedEpisodes]] = []
         self._lag_sum, self._lag_max, self._lag_rows = 0, 0, 0
         self._rows_of: dict[int, int] = {}
@@ -59,6 +61,20 @@ class Collected:
         fields = {"stream": streams, "length": lengths, "worker": workers, "return": returns, "metrics": metrics}
         values = {name: torch.from_numpy(np.ascontiguousarray(value[whole])) for name, value in fields.items()}
         return TensorDict(values, [int(whole.sum())])
+
+    def timings(self) -> list[dict[str, float]]:
+        """Returns the mean seconds of each stage per step, by worker, over its life."""
+        if self._last_timings is not None:
+            return self._last_timings
+        found = []
+        for board in self.boards:
+            steps = max(int(board.counters[Counter.STEPS]), 1)
+            found.append({name: float(board.seconds[at]) / steps for at, name in enumerate(board.stages)})
+        return found
+
+    def let_go(self) -> None:
+        """Keeps what is known and lets go of the workers' memory."""
+        self._last_timings, self.boards = self.timings(), []
 
     def pop_versions(self) -> dict[int, int]:
         """Returns how many rows since the last call each version of the policy acted in."""

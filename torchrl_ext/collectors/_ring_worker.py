@@ -189,6 +189,7 @@ class RingWorker:
             self._process.close()
             self._forget()
         self._payload.close()
+        self.consumer.forget_peer()
 
 
 def output_path(folder: Path | None, index: int) -> Path | None:

@@ -234,7 +234,7 @@ class RingCollector(BaseCollector):
         self._error: BaseException | None = None
         self._looked = time.monotonic()
         #: Episodes, stages and policy lag of what was delivered.
-        self.collected = Collected(len(metric_keys), self._timings)
+        self.collected = Collected(len(metric_keys))
         random_steps = -(-(init_random_frames or 0) // self.num_streams)
         stages = STAGES
 
@@ -320,6 +320,7 @@ class RingCollector(BaseCollector):
         torchrl_logger.info(f"RingCollector: transport {self.transport.kind!r}, because {self.transport.reason}.")
 
     def _start_workers(self) -> None:
+        self.collected.boards = [worker.board for worker in self._workers]
         deadline = time.monotonic() + self._boot_timeout
         for worker in self._workers:
             worker.start()
@@ -665,13 +666,6 @@ class RingCollector(BaseCollector):
 
     # Statistics
 
-    def _timings(self) -> list[dict[str, float]]:
-        found = []
-        for worker in self._workers:
-            steps = max(int(worker.board.counters[1]), 1)
-            found.append({name: float(worker.board.seconds[at]) / steps for at, name in enumerate(worker.board.stages)})
-        return found
-
     @property
     def policy_version(self) -> int:
         """The newest version of the policy that workers can see; 0 where it has no weights."""
@@ -708,6 +702,10 @@ class RingCollector(BaseCollector):
         self._stop_workers(5.0 if timeout is None else timeout)
         if self._scheme is not None:
             self._scheme.shutdown()
+        # Memory is freed now, not when garbage is collected.
+        self.collected.let_go()
+        self._workers, self._scheme, self._weight_sync_schemes = [], None, {}
+        del self._make_workers
 
     def _stop_workers(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -211,6 +211,10 @@ class RingConsumer(abc.ABC):
         cursors[Cursor.PRODUCER_CLOSED] = 0
         return dropped
 
+    def forget_peer(self) -> None:
+        """Asks nobody about the producer's life any more."""
+        self._is_alive = None
+
     def close(self) -> None:
         """Says that nothing more is wanted; the producer's next ``reserve`` raises."""
         self._cursors.fence()
