@@ -25,8 +25,8 @@ class Counter(IntEnum):
     """Worker: see :class:`Heartbeat`."""
     STEPS = 1
     """Worker: steps since it began."""
-    WAITING = 2
-    """Worker: 1 while it waits for room or credit."""
+    LOOKS = 2
+    """Worker: looks for room or credit that found none."""
     TRAJECTORIES = 3
     """Worker: trajectories begun by its streams, all lives together."""
     COMMANDS = 8

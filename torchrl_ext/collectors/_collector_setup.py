@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl.envs.utils import RandomPolicy
 from torchrl.modules.utils import get_primers_from_module
 
@@ -73,11 +73,16 @@ class EnvFactories:
         """Gives every environment the recurrent state that the policy asks for and ``env`` does not have yet."""
         if not isinstance(policy, nn.Module):
             return env
-        primers = get_primers_from_module(policy, warn=False)
-        if primers is None or set(primers.primers.keys(True, True)) <= set(env.observation_spec.keys(True, True)):
+        found, known = get_primers_from_module(policy, warn=False), set(env.observation_spec.keys(True, True))
+        primers = [
+            primer
+            for primer in getattr(found, "transforms", [] if found is None else [found])
+            if not set(primer.primers.keys(True, True)) <= known
+        ]
+        if not primers:
             return env
         self.factories = [partial(_primed, factory, copy.deepcopy(primers)) for factory in self.factories]
-        return TransformedEnv(env, primers)
+        return _primed(lambda: env, primers)
 
     def count_streams(self, first: int) -> None:
         """Finds the streams of each worker, where they were not given, from those of the first one."""
@@ -90,13 +95,19 @@ class EnvFactories:
                 continue
             env = factory()
             sizes.append(max(env.batch_size.numel(), 1))
-            env.close()
+            close_env(env)
         bounds = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
         self.columns = [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _primed(factory: Callable[[], EnvBase], primers: Any) -> EnvBase:
-    return TransformedEnv(factory(), copy.deepcopy(primers))
+def _primed(factory: Callable[[], EnvBase], primers: Sequence[Any]) -> EnvBase:
+    return TransformedEnv(factory(), Compose(*copy.deepcopy(primers)))
+
+
+def close_env(env: EnvBase) -> None:
+    """Closes an environment that may never have been opened, where another call would raise."""
+    if not env.is_closed:
+        env.close()
 
 
 def policy_for_workers(policy: Any) -> Any:

@@ -61,8 +61,9 @@ class RingWorker:
             self.consumer: RingConsumer = CudaIpcConsumer(ring, is_alive=self.is_alive)
         else:
             self.consumer = HostConsumer(ring, is_alive=self.is_alive, device=device)
-        #: Slots that were read but never delivered: the credit counts without them.
-        self.dropped = 0
+        #: Slots that were read but never delivered, and steps of a run that is gone on with: the credit counts without
+        #: the first and with the second.
+        self.dropped = self.earlier = 0
         self._payload = self._pack()
         self.consumer.grant(0)
 
@@ -73,8 +74,8 @@ class RingWorker:
 
     @property
     def steps(self) -> int:
-        """Steps delivered since the ring was made."""
-        return self.consumer.read - self.dropped
+        """Steps delivered in all, those before a resume included."""
+        return self.consumer.read - self.dropped + self.earlier
 
     def _pack(self) -> Payload:
         arguments = {**self._target, "ring": self._ring, "board": self.board, "options": self.options}
@@ -114,7 +115,7 @@ class RingWorker:
 
     def grant(self, steps: int) -> None:
         """Lets the worker go on until it delivered so many steps in all."""
-        self.consumer.grant(min(steps + self.dropped, 2**62))
+        self.consumer.grant(min(steps + self.dropped - self.earlier, 2**62))
 
     def check(self, stall_timeout: float) -> None:
         """Raises when the worker is dead, or alive and silent."""
@@ -138,8 +139,10 @@ class RingWorker:
 
     def wait_until_quiet(self, timeout: float) -> None:
         """Waits until the worker waits for room, as it does without credit."""
-        deadline = time.monotonic() + timeout
-        while not self.board.counters[Counter.WAITING]:
+        deadline, counters = time.monotonic() + timeout, self.board.counters
+        # Of two more looks in vain one at least began after the credit was taken away.
+        enough = counters[Counter.LOOKS] + 2
+        while counters[Counter.LOOKS] < enough:
             self.check(timeout)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"RingCollector: {self.name} must come to rest within {timeout} s.")
@@ -153,19 +156,21 @@ class RingWorker:
         self.dropped += self.consumer.read - before
         return self.consumer.read - before
 
-    def count_anew(self) -> None:
-        """Counts delivered steps from 0 on."""
-        self.dropped = self.consumer.read
+    def count_from(self, steps: int) -> None:
+        """Goes on counting delivered steps from a number."""
+        self.dropped, self.earlier = self.consumer.read, steps
 
-    def restart(self, deadline: float) -> int:
+    def act_randomly_for(self, steps: int) -> None:
+        """Remembers for restarts how many more steps are random."""
+        self.options = replace(self.options, random_steps=self.board.counters[Counter.STEPS] + steps)
+
+    def restart(self, deadline: float, *, seed: int | None, epoch: int) -> int:
         """Starts another process for the same streams after this one has ended; returns the steps lost on the way."""
         self.process.close()
         self._forget()
         lost = self.consumer.restart()
         self.dropped += lost
-        steps = self.board.counters[Counter.STEPS]
-        left = max(self.options.random_steps - steps, 0)
-        self.options = replace(self.options, epoch=self.options.epoch + 1, random_steps=left)
+        self.options = replace(self.options, seed=seed, epoch=epoch)
         self._payload.close()
         self._payload = self._pack()
         self.board.counters[Counter.COMMANDS] = 0

@@ -44,5 +44,8 @@ class RunBatch:
         """Returns the batch ``[K, N]``: zero-copy views of its own memory, successors under ``"next"``."""
         batch = self._layout.view(self._rows)
         batch.get("next").update(self._layout.view_successors(self._successors))
+        for flag in ("done", "terminated", "truncated"):
+            # A stream that ended was reset before its next step.
+            batch.set(flag, torch.zeros_like(batch.get(("next", flag))))
         batch.names = ["time", None]
         return batch

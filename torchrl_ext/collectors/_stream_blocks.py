@@ -100,7 +100,8 @@ class TensorDictBlock:
     def __init__(self, env: EnvBase, plan: RowPlan, slots: Sequence[TensorDict]) -> None:
         self._env, self._plan = env, plan
         self._single = not env.batch_dims
-        skipped = (IS_INIT, TRAJ_IDS, POLICY_VERSION)
+        # The collector writes these itself, unless they are the environment's (an InitTracker has is_init).
+        skipped = [key for key in (IS_INIT, TRAJ_IDS, POLICY_VERSION) if key in plan.extra_keys]
         self._targets = [[(key, view) for key, view in slot.items(True, True) if key not in skipped] for slot in slots]
         self.observation: TensorDictBase = TensorDict({}, env.batch_size)
 

@@ -24,6 +24,7 @@ from torchrl_ext.collectors._board import Board, Counter
 from torchrl_ext.collectors._row_plan import IS_INIT, POLICY_VERSION, TRAJ_IDS, RowPlan
 from torchrl_ext.collectors._stream_blocks import Ends, make_block
 from torchrl_ext.collectors._worker_policy import WorkerPolicy
+from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.transport import CudaIpcProducer, CudaIpcRing, HostProducer, HostRing, RingClosed
 from torchrl_ext.transport.producer import RingProducer
 
@@ -45,7 +46,7 @@ class WorkerOptions:
         num_streams (int): streams of all workers.
         plan (RowPlan): of a row.
         tails (bool): whether each step's successors are pushed with it.
-        random_steps (int): the first steps, whose actions are random.
+        random_steps (int): the number of the first step, all lives together, that the policy acts in.
         seed (int, optional): base seed of all streams.
         epoch (int): how often streams began anew before.
         policy_device (torch.device, optional): of the policy's inputs.
@@ -166,9 +167,9 @@ class _Worker:
         self._returns = np.zeros(self._count)
         self._lengths = np.zeros(self._count, dtype=np.int64)
         self._commands = self._counters[Counter.COMMANDS]
-        self._random_left = options.random_steps
+        self._random_left = max(options.random_steps - self._counters[Counter.STEPS], 0)
         self._begins = True
-        self._stage_seconds: dict[str, float] = getattr(env, "stage_seconds", {})
+        self._stage_seconds = env.stage_seconds if isinstance(env, EnvPoolEnv) else {}
         self._seed(options.seed, options.epoch)
 
     def run(self) -> None:
@@ -197,6 +198,7 @@ class _Worker:
             else:
                 policy.act(block.observation)
             acted = clock()
+            self._values[POLICY_VERSION] = policy.version
             for key, target in self._marks[number]:
                 target[...] = self._values[key]
             ends = block.step(number)
@@ -233,7 +235,6 @@ class _Worker:
     def _count_step(self, number: int, ends: Ends | None) -> None:
         self._returns += self._reward[number]
         self._lengths += 1
-        self._values[POLICY_VERSION] = self._policy.version
         if self._marks[number]:
             self._values[IS_INIT][:] = False
         if ends is None:
@@ -264,18 +265,15 @@ class _Worker:
     def _wait_for_room(self) -> TensorDictBase | None:
         """Waits for a slot; goes on receiving weights and returns None when there is a command."""
         counters, pause = self._counters, _PAUSE
-        counters[Counter.WAITING] = 1
-        try:
-            while counters[Counter.COMMANDS] == self._commands:
-                if (slot := self._producer.reserve()) is not None:
-                    return slot
-                self._policy.receive()
-                self._board.heartbeat.beat()
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            return None
-        finally:
-            counters[Counter.WAITING] = 0
+        while counters[Counter.COMMANDS] == self._commands:
+            if (slot := self._producer.reserve()) is not None:
+                return slot
+            counters[Counter.LOOKS] += 1
+            self._policy.receive()
+            self._board.heartbeat.beat()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return None
 
     def _obey(self) -> bool:
         """Obeys the parent's messages; returns whether the streams may go on as they are."""
@@ -289,7 +287,9 @@ class _Worker:
             self._channel.send(("done", command))
         return go_on
 
-    def _seed(self, seed: int | None, epoch: int, static_seed: bool = False) -> None:
+    def _seed(self, seed: int | None, epoch: int, static_seed: bool = False, random_steps: int | None = None) -> None:
+        if random_steps is not None:
+            self._random_left = random_steps
         if seed is None:
             return
         options = self._options

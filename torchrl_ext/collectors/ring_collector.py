@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,7 +191,7 @@ class RingCollector(BaseCollector):
             )
             factories.count_streams(max(env.batch_size.numel(), 1))
         finally:
-            env.close()
+            setup.close_env(env)
         self.layout, columns = plan.layout, factories.columns
         self.num_workers, self.num_streams = len(columns), columns[-1].stop
         widths = [block.stop - block.start for block in columns]
@@ -226,7 +227,8 @@ class RingCollector(BaseCollector):
         self._weight_sync_schemes = {} if scheme is None else {"policy": scheme}
 
         self._frames, self._iter, self._epoch, self._seed = 0, -1, 0, seed
-        self._first_frames, self._started, self._paused = 0, False, False
+        self._started, self._paused = False, False
+        self._asked: dict[int, int] = {}  # how far each worker may go without run_ahead
         self._limit_frames: int | None = None
         self._lock, self._turn = threading.RLock(), -1
         self._partial: dict[int, tuple[RunBatch, int, int]] = {}  # of batches='any'
@@ -235,7 +237,7 @@ class RingCollector(BaseCollector):
         self._looked = time.monotonic()
         #: Episodes, stages and policy lag of what was delivered.
         self.collected = Collected(len(metric_keys))
-        random_steps = -(-(init_random_frames or 0) // self.num_streams)
+        random_steps = self._random_steps = -(-(init_random_frames or 0) // self.num_streams)
         stages = STAGES
 
         def make(kind: str) -> list[RingWorker]:
@@ -331,19 +333,16 @@ class RingCollector(BaseCollector):
 
     def _grant(self) -> None:
         """Tells every worker how far it may go."""
-        steps = _UNBOUNDED
-        if self.total_frames != -1:
-            steps = (self.total_frames - self._first_frames) // self.num_streams
+        steps = _UNBOUNDED if self.total_frames == -1 else self.total_frames // self.num_streams
         if self._limit_frames is not None:
-            steps = min(steps, max(self._limit_frames - self._first_frames, 0) // self.num_streams)
-        if not self._run_ahead and self.replay_buffer is None:
-            steps = min(steps, self._asked_steps)
+            steps = min(steps, self._limit_frames // self.num_streams)
         for worker in self._workers:
-            worker.grant(0 if self._paused else steps)
-
-    @property
-    def _asked_steps(self) -> int:
-        return (self._iter + 2) * self._steps_per_batch
+            own = steps
+            if self._paused:
+                own = worker.steps
+            elif not self._run_ahead and self.replay_buffer is None:
+                own = min(steps, self._asked.get(worker.options.index, worker.steps))
+            worker.grant(own)
 
     def hold_at(self, frames: int | None) -> None:
         """Lets workers go on until so many rows were collected in all, rounded down to a step; None lifts the limit.
@@ -351,20 +350,21 @@ class RingCollector(BaseCollector):
         It is the credit by which an update ratio or a warm-up is kept exactly.
         """
         self._limit_frames = frames
-        self._grant()
+        if self._started:
+            self._grant()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Has every worker rest between two steps meanwhile. What they pushed can be drained."""
         self._check_open()
-        self._paused = True
+        outer, self._paused = self._paused, True
         try:
             self._grant()
             for worker in self._workers:
                 worker.wait_until_quiet(self._stall_timeout)
             yield
         finally:
-            self._paused = False
+            self._paused = outer
             if not self._closed and self._started:
                 self._grant()
 
@@ -404,7 +404,7 @@ class RingCollector(BaseCollector):
         rows = 0
         with self._lock:
             for worker in self._in_turn():
-                if left > rows:
+                if not rows or left - rows >= worker.num_streams:
                     rows += self._drain_worker(worker, max(1, (left - rows) // worker.num_streams))
         self._after_delivery()
         return rows
@@ -457,7 +457,8 @@ class RingCollector(BaseCollector):
         reason = worker.process.failure()
         torchrl_logger.warning(f"RingCollector: {reason}; {worker.name} is started anew.")
         self._restarts_left -= 1
-        worker.restart(time.monotonic() + self._boot_timeout)
+        self._epoch += 1
+        worker.restart(time.monotonic() + self._boot_timeout, seed=self._seed, epoch=self._epoch)
         self._grant()
 
     def _after_delivery(self) -> None:
@@ -503,13 +504,15 @@ class RingCollector(BaseCollector):
     def _next_batch(self) -> TensorDict | None:
         if self._batches == "any" and self.replay_buffer is None:
             return self._any_batch()
-        left = _UNBOUNDED if self.total_frames == -1 else (self.total_frames - self._frames) // self.num_streams
-        steps = min(self._steps_per_batch, left)
-        if not self._started or not self._run_ahead:
-            self._check_open()
-            self._started = True
-            self._grant()
-        wanted = dict.fromkeys(range(self.num_workers), steps)
+        wanted = {
+            worker.options.index: min(self._steps_per_batch, self._steps_left(worker)) for worker in self._workers
+        }
+        # After uneven drains some blocks have less to go, or nothing; batches are never uneven.
+        wanted = {index: steps for index, steps in wanted.items() if steps}
+        steps = max(wanted.values())
+        self._asked = {index: self._workers[index].steps + more for index, more in wanted.items()}
+        self._started = True
+        self._grant()
         batch = None
         if self.replay_buffer is None:
             batch = RunBatch(self.layout, steps, self.num_streams, self._target_device or torch.device("cpu"))
@@ -535,7 +538,11 @@ class RingCollector(BaseCollector):
 
     def _any_batch(self) -> TensorDict:
         """The first run of one worker that is complete; the others go on filling theirs."""
-        self._go()
+        for worker in self._workers:
+            _, filled, _ = self._partial.get(worker.options.index, (None, 0, 0))
+            self._asked[worker.options.index] = worker.steps - filled + self._steps_per_batch
+        self._started = True
+        self._grant()
         pause = _PAUSE
         while True:
             rows = 0
@@ -562,7 +569,7 @@ class RingCollector(BaseCollector):
     def _steps_left(self, worker: RingWorker) -> int:
         if self.total_frames == -1:
             return _UNBOUNDED
-        return (self.total_frames - self._first_frames) // self.num_streams - worker.steps
+        return self.total_frames // self.num_streams - worker.steps
 
     def _fill(self, batch: RunBatch, worker: RingWorker, first: int, steps: int, *, columns: slice) -> int:
         """Copies up to so many steps of a worker into a batch; returns how many."""
@@ -572,7 +579,10 @@ class RingCollector(BaseCollector):
         deadline = time.monotonic() + self._stall_timeout
         while span.run.tail is None:
             # The worker overwrote the tail while we read it: its next step, which shows the same, is about to come.
+            alive = worker.is_alive()
             span.run.tail = worker.consumer.tail_of(span.first_step + span.num_steps - 1)
+            if span.run.tail is None and not alive:
+                worker.check(self._stall_timeout)  # raises
             if time.monotonic() > deadline:
                 raise TimeoutError(f"RingCollector: {worker.name} must tell the successors of its last step.")
         batch.add(span.run, first, columns)
@@ -602,7 +612,7 @@ class RingCollector(BaseCollector):
                 rows = self.drain()
             except BaseException as error:
                 if not self._closed:
-                    self._error = error
+                    self._error, self._thread = error, None
                 return
             if not rows:
                 time.sleep(10 * _PAUSE)
@@ -623,24 +633,33 @@ class RingCollector(BaseCollector):
             int: the next seed that no stream has.
         """
         self._seed, self._epoch = seed, 0
-        self._begin_anew(static_seed)
+        self._begin_anew(static_seed=static_seed)
         return seed + self.num_streams
 
-    def _begin_anew(self, static_seed: bool = False) -> None:
+    def _begin_anew(self, *, static_seed: bool = False, random_steps: int | None = None) -> None:
         self._check_open()
         with self._lock, self.pause():
             for worker in self._workers:
+                _, filled, _ = self._partial.pop(worker.options.index, (None, 0, 0))
+                self._frames -= filled * worker.num_streams
+                worker.dropped += filled
                 worker.drop_unread()
-                worker.command("seed", (self._seed, self._epoch, static_seed))
+                worker.options = replace(worker.options, seed=self._seed, epoch=self._epoch)
+                worker.command("seed", (self._seed, self._epoch, static_seed, random_steps))
             for worker in self._workers:
                 worker.wait_for("seed", self._boot_timeout)
 
     def state_dict(self) -> OrderedDict:
         """Returns the counters and seeds; replay, weights and optimisers are saved by their owners."""
-        weights = OrderedDict() if self._scheme is None else OrderedDict(versions=self._scheme.versions)
-        state = OrderedDict(frames=self._frames, iter=self._iter, seed=self._seed, epoch=self._epoch, weights=weights)
-        state["num_streams"] = self.num_streams
-        return state
+        return OrderedDict(
+            frames=self._frames,
+            iter=self._iter,
+            seed=self._seed,
+            epoch=self._epoch,
+            num_streams=self.num_streams,
+            steps=[worker.steps for worker in self._workers],
+            versions={} if self._scheme is None else self._scheme.versions,
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting from a state; episodes begin anew with seeds of a new epoch, and streams are cut.
@@ -654,13 +673,18 @@ class RingCollector(BaseCollector):
                 "Nothing was changed."
             )
         self._seed, self._epoch = state_dict["seed"], state_dict["epoch"] + 1
+        steps = state_dict["steps"]
+        if len(steps) != self.num_workers:  # other blocks: each goes on from the same step
+            steps = [state_dict["frames"] // self.num_streams] * self.num_workers
         with self._lock:
-            self._begin_anew()
-            for worker in self._workers:
-                worker.count_anew()
-            self._frames = self._first_frames = state_dict["frames"]
+            left = max(self._random_steps - state_dict["frames"] // self.num_streams, 0)
+            self._begin_anew(random_steps=left)
+            for worker, count in zip(self._workers, steps, strict=True):
+                worker.count_from(count)
+                worker.act_randomly_for(left)
+            self._frames = sum(worker.steps * worker.num_streams for worker in self._workers)
             self._iter = state_dict["iter"]
-            self._partial.clear()
+            self._asked.clear()
             if self._started:
                 self._grant()
 
