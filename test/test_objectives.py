@@ -23,6 +23,7 @@ from torchrl.objectives import SoftUpdate
 from torchrl_ext.modules import make_fast_sac_actor, make_fast_sac_critic
 from torchrl_ext.objectives import FastSACLoss
 from torchrl_ext.objectives._c51 import project_categorical
+from torchrl_ext.objectives._tensor_losses import TensorLosses, networks_of, why_not_tensors
 
 B, OBSERVATION, PRIVILEGED, ACTION = 6, 3, 4, 2
 
@@ -314,6 +315,55 @@ class TestActorAndAlphaLoss:
         assert loss.alpha_parameters() == [] and loss.alpha.item() == 0.0
         assert loss.alpha_loss(batch)[0].item() == 0.0
         assert loss.actor_loss(batch)[0].isfinite()
+
+
+class TestTensorLosses:
+    """Contract: the losses of tensors are the losses of TensorDicts, gradients included, noise given."""
+
+    @pytest.mark.parametrize("spec", [None, Bounded(torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 5.0]))], ids=str)
+    def test_values_and_gradients_are_the_same(self, spec):
+        loss, batch = make_loss(spec=spec, alpha_init=0.3), make_batch()
+        tensors = TensorLosses(loss, None, networks_of(loss))
+        read = tensors.read(batch)
+        torch.manual_seed(0)
+        noise = tensors.noise(read)
+        parts = {
+            "critic": (lambda: sum(tensors.critic(read, noise)[:1]), loss.critic_parameters() + [loss.log_alpha]),
+            "actor": (lambda: tensors.actor(read, noise), loss.actor_parameters()),
+        }
+        for name, (function, parameters) in parts.items():
+            torch.manual_seed(0)
+            value, metadata = getattr(loss, f"{name}_loss")(batch)
+            if name == "critic":
+                value = value + loss.alpha_loss(batch, log_prob=metadata["next_log_prob"])[0]
+            ours = function()
+            assert torch.equal(ours, value)
+            both = (torch.autograd.grad(each, parameters) for each in (ours, value))
+            assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+    def test_metrics_are_losses_temperature_and_rows(self):
+        loss, batch = make_loss(alpha_init=0.3), make_batch()
+        tensors = TensorLosses(loss, None, networks_of(loss))
+        torch.manual_seed(0)
+        value, metadata = loss.critic_loss(batch)
+        loss_alpha, temperature = loss.alpha_loss(batch, log_prob=metadata["next_log_prob"])
+        torch.manual_seed(0)
+        read = tensors.read(batch)
+        _, metrics = tensors.critic(read, tensors.noise(read))
+        assert torch.equal(metrics[:3], torch.stack([value.detach(), loss_alpha.detach(), temperature["alpha"]]))
+        rows = torch.stack([temperature["entropy"], metadata["target_value"], metadata["td_error"]])
+        assert torch.equal(metrics[3:].view(3, B), rows) and not metrics.requires_grad
+
+    def test_limits_of_the_temperature_are_restored_in_place(self):
+        loss = make_loss(alpha_init=0.1, min_alpha=0.05, max_alpha=0.2)
+        with torch.no_grad():
+            loss.log_alpha.fill_(3.0)
+        loss.limit_alpha()
+        torch.testing.assert_close(loss.log_alpha.exp().item(), 0.2)
+
+    def test_a_loss_without_target_critics_is_told(self):
+        assert "delay_qvalue" in why_not_tensors(make_loss(delay_qvalue=False), None)
+        assert why_not_tensors(make_loss(), None) is None
 
 
 class TestParameters:

@@ -24,6 +24,7 @@ CaseFunction = Callable[[torch.device, Sequence[ReplaySizes]], Iterator["Compari
 CASES: dict[str, str] = {
     "collector_rate": "benchmarks.cases.collection:collector_rate",
     "ensemble_sample": "benchmarks.cases.sequences:ensemble_sample",
+    "fast_sac_update": "benchmarks.cases.fast_sac:fast_sac_update",
     "ingest": "benchmarks.cases.replay:ingest",
     "prioritized": "benchmarks.cases.prioritized:prioritized",
     "ring_host_drain": "benchmarks.cases.rings:ring_host_drain",

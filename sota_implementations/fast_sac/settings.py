@@ -134,6 +134,8 @@ class LearnerSettings:
     autocast: Literal["bf16"] | None
     cuda_graph: bool
     """On CUDA: one launch per gradient step."""
+    compile: bool
+    """On CUDA: Inductor compiles captured steps."""
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "learner.batch_size", ">= 1", self.batch_size)

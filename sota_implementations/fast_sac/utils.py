@@ -126,6 +126,7 @@ def make_learner(settings: Settings, env: EnvBase, device: torch.device) -> Fast
         max_grad_norm=opt.max_grad_norm,
         autocast=torch.bfloat16 if opt.autocast == "bf16" else None,
         cuda_graph=opt.cuda_graph,
+        compile=opt.compile,
     )
 
 

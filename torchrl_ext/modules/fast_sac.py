@@ -9,7 +9,7 @@ observation tensors (concatenated), so actor and critics may see different thing
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _concatenate(tensors: tuple[Tensor, ...]) -> Tensor:
+def _padded(tensors: tuple[Tensor, ...], pad: int) -> Tensor:
+    if pad:
+        tensors = (*tensors, tensors[-1].new_zeros(*tensors[-1].shape[:-1], pad))
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
 
 
@@ -85,6 +87,7 @@ class FastSACActorNet(nn.Module):
         self.head = nn.Linear(width, 2 * action_dim, **kwargs)  # loc and log_std in one product
         self.log_std_min = log_std_min
         self.log_std_max = log_std_max
+        self.action_dim, self.pad = action_dim, 0
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         if init_std is not None:
@@ -99,7 +102,8 @@ class FastSACActorNet(nn.Module):
 
     def forward(self, *observations: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``loc`` and ``scale`` (a standard deviation), each ``[..., A]`` and at least float32."""
-        loc, log_std = _at_least_float32(self.head(self.trunk(_concatenate(observations)))).chunk(2, -1)
+        out = _at_least_float32(self.head(self.trunk(_padded(observations, self.pad))))
+        loc, log_std = out[..., : 2 * self.action_dim].chunk(2, -1)
         log_std = self.log_std_min + 0.5 * (self.log_std_max - self.log_std_min) * (log_std.tanh() + 1)
         return loc, log_std.exp()
 
@@ -110,6 +114,9 @@ class BatchedLinear(nn.Module):
     Initialised like ``num`` separate :class:`~torch.nn.Linear`. The last ``pad`` inputs are a zero padding
     of the caller's: their rows start at zero and get zero gradients for ever.
     """
+
+    bias_apart = False
+    """Adds the bias to the product, which a compiler fuses with what follows, instead of starting from it."""
 
     def __init__(self, num: int, in_features: int, out_features: int, *, pad: int = 0, **kwargs: Any) -> None:
         super().__init__()
@@ -122,7 +129,7 @@ class BatchedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies layer ``i`` to ``x[i]``."""
-        return torch.baddbmm(self.bias, x, self.weight)
+        return torch.bmm(x, self.weight) + self.bias if self.bias_apart else torch.baddbmm(self.bias, x, self.weight)
 
 
 class BatchedLayerNorm(nn.Module):
@@ -213,9 +220,11 @@ class C51CriticNet(nn.Module):
             Tensor: logits ``[*batch, Q, num_atoms]``, at least float32: a view of a ``[Q, ...]`` tensor, so
             that ``movedim(-2, 0)`` costs nothing.
         """
-        if self.pad:
-            inputs = (*inputs, inputs[-1].new_zeros(*inputs[-1].shape[:-1], self.pad))
-        x = _concatenate(inputs)
+        x = _padded(inputs, self.pad)
         batch = x.shape[:-1]
+        first = cast(BatchedLinear, self.layers[0])
+        if first.bias_apart:
+            x = x.to(first.weight.dtype)  # once, before it is expanded to all critics
         logits = self.layers(x.reshape(-1, x.shape[-1]).expand(self.num_critics, -1, -1))
-        return _at_least_float32(logits).view(self.num_critics, *batch, self.num_atoms).movedim(0, -2)
+        logits = _at_least_float32(logits).view(self.num_critics, *batch, logits.shape[-1])
+        return logits[..., : self.num_atoms].movedim(0, -2)

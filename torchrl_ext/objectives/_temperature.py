@@ -14,6 +14,7 @@ from torchrl.data import TensorSpec
 
 from torchrl_ext.modules.action_bounds import action_bounds
 from torchrl_ext.objectives._batch import BatchLossModule
+from torchrl_ext.objectives._rows import alpha_rows
 
 
 class TemperatureLossModule(BatchLossModule):
@@ -78,12 +79,16 @@ class TemperatureLossModule(BatchLossModule):
         """The log temperature, none when fixed. Its optimizer needs ``weight_decay=0``: decay pulls it to 1."""
         return [] if self.fixed_alpha else [self.log_alpha]
 
-    def _alpha_rows(self, log_prob: Tensor) -> Tensor:
-        """Returns the temperature loss of each row (arXiv 1812.05905, eq. 18)."""
-        if self.fixed_alpha:
-            return torch.zeros_like(log_prob)
-        if self._log_alpha_range is not None:
+    def limit_alpha(self) -> None:
+        """Puts the log temperature back inside its limits, in place."""
+        if self._log_alpha_range is not None and not self.fixed_alpha:
             with torch.no_grad():
                 # In place: past a limit, a clamp in the graph would stop the gradient for good.
                 self.log_alpha.clamp_(*self._log_alpha_range)
-        return -self.log_alpha.exp() * (log_prob + self.target_entropy)
+
+    def _alpha_rows(self, log_prob: Tensor) -> Tensor:
+        """Returns the temperature loss of each row."""
+        if self.fixed_alpha:
+            return torch.zeros_like(log_prob)
+        self.limit_alpha()
+        return alpha_rows(self.log_alpha, log_prob, self.target_entropy)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.data import TensorSpec
 from torchrl.modules.distributions.utils import rsample_and_log_prob
 
-from torchrl_ext.objectives._c51 import expectation, project_categorical, select_target
+from torchrl_ext.objectives._rows import actor_rows, bellman_target, critic_rows, value_rows
 from torchrl_ext.objectives._temperature import TemperatureLossModule
 
 
@@ -165,11 +165,10 @@ class FastSACLoss(TemperatureLossModule):
             KeyError, ValueError: if an entry is missing or has a wrong shape. No loss was computed.
         """
         with torch.no_grad():
-            target, next_log_prob = self._target(tensordict)
-            target_value = expectation(target, self.support).mean(0)
+            target, target_value, next_log_prob = self._target(tensordict)
         action = tensordict.get(self.tensor_keys.action)
         logits = self._logits(self.qvalue_network, tensordict, action)
-        per_row = -(target * logits.log_softmax(-1)).sum((0, -1))
+        per_row = critic_rows(target, logits)
         metadata = {"td_error": per_row.detach(), "next_log_prob": next_log_prob, "target_value": target_value}
         return self._reduced(per_row, tensordict), metadata
 
@@ -183,11 +182,10 @@ class FastSACLoss(TemperatureLossModule):
             tuple[Tensor, dict[str, Tensor]]: the loss, and ``log_prob`` and ``q_value``, ``[*B]``, detached.
         """
         action, log_prob = self._act(tensordict)
-        probs = self._logits(self._twins["frozen_qvalue_network"], tensordict, action).softmax(-1)
-        values = expectation(probs, self.support)
-        value = values.amin(0) if self.policy_reduction == "min" else values.mean(0)
+        logits = self._logits(self._twins["frozen_qvalue_network"], tensordict, action)
+        value = value_rows(logits, self.support, reduction=self.policy_reduction)
         metadata = {"log_prob": log_prob.detach(), "q_value": value.detach()}
-        return self._reduced(self.alpha * log_prob - value, tensordict), metadata
+        return self._reduced(actor_rows(self.alpha, log_prob, value), tensordict), metadata
 
     def alpha_loss(
         self, tensordict: TensorDictBase, *, log_prob: Tensor | None = None
@@ -233,15 +231,24 @@ class FastSACLoss(TemperatureLossModule):
         values = (loss_actor, loss_critic, loss_alpha, alpha, entropy)
         return TensorDict(dict(zip(self._out_keys, values, strict=True)), batch_size=alpha.shape)
 
-    def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+    def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         next_td, keys = tensordict.get("next"), self.tensor_keys
         reward = self._column(next_td, keys.reward)
         bootstrap = self._discount(tensordict) * self._column(next_td, keys.terminated).logical_not()
         action, log_prob = self._act(next_td)
-        probs = self._logits(self._twins["target_qvalue_network"], next_td, action).softmax(-1)
-        probs = select_target(probs, self.support, reduction=self.target_reduction)
-        shift = reward - bootstrap * self.alpha * log_prob
-        return project_categorical(probs, shift, bootstrap, self.support, v_min=self.v_min, v_max=self.v_max), log_prob
+        logits = self._logits(self._twins["target_qvalue_network"], next_td, action)
+        target, value = bellman_target(
+            logits,
+            log_prob,
+            reward,
+            bootstrap,
+            self.alpha,
+            self.support,
+            reduction=self.target_reduction,
+            v_min=self.v_min,
+            v_max=self.v_max,
+        )
+        return target, value, log_prob
 
     def _act(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         # On a selection: loc and scale are not to be written into a batch that belongs to the replay.

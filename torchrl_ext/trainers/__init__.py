@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from torchrl_ext.trainers.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from torchrl_ext.trainers.fast_sac_learner import FastSACLearner
+from torchrl_ext.trainers.fast_sac_stepper import FastSACStepper
 from torchrl_ext.trainers.governor import UpdateGovernor
 
 __all__ = [
     "FastSACLearner",
+    "FastSACStepper",
     "UpdateGovernor",
     "load_checkpoint",
     "random_state",

@@ -12,12 +12,13 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_ext.modules import EmpiricalNormalization, make_fast_sac_policy
 from torchrl_ext.objectives import FastSACLoss
-from torchrl_ext.trainers._captured_step import CapturedStep
 from torchrl_ext.trainers._state_check import check_like, check_optimizer
+from torchrl_ext.trainers.fast_sac_stepper import FastSACStepper, NotCapturedError
 
 
 class FastSACLearner:
@@ -27,8 +28,11 @@ class FastSACLearner:
     ``policy_frequency`` steps the actor loss and its AdamW. The temperature has no weight decay (decay pulls it to 1).
     Nothing is read back from the device.
 
-    Ownership   the batch of :meth:`update` gets the normalised observations written into it. The metrics are owned by
-                the caller.
+    On CUDA     with ``cuda_graph`` steps are captured by :class:`~torchrl_ext.trainers.FastSACStepper`, one launch a
+                step or less, sampling included. Where that is impossible they are eager, and one line of the log says
+                why.
+    Ownership   the batch of an eager :meth:`update` gets the normalised observations written into it. The metrics are
+                owned by the caller.
     Order       :meth:`observe` counts collected rows once; replayed rows are never counted.
     Processes   the policy reads the learner's own parameters. Publish a copy to other processes.
 
@@ -37,15 +41,19 @@ class FastSACLearner:
         normalizer (EmpiricalNormalization, optional): of the observations. Defaults to ``None``.
 
     Keyword Args:
-        critic_lr, actor_lr, alpha_lr (float): learning rates.
+        critic_lr, actor_lr, alpha_lr (float): learning rates; see :meth:`set_learning_rates`.
         betas (tuple of float): AdamW's. Defaults to ``(0.9, 0.95)`` (FastSAC, arXiv 2512.01996).
         weight_decay (float): of critics and actor. Defaults to ``1e-3``.
         tau (float): step of the target critics towards the critics. Defaults to ``0.1``.
         policy_frequency (int): critic steps per actor step. Defaults to ``4``.
         max_grad_norm (float, optional): limit of the gradient norm of each network. Defaults to ``None``.
         autocast (torch.dtype, optional): dtype of matrix products, such as ``torch.bfloat16``. Defaults to ``None``.
-        cuda_graph (bool): on CUDA, replay the step as a graph, captured at the first update; every batch must then
-            have the same shapes. No effect on other devices. Defaults to ``False``.
+        cuda_graph (bool): on CUDA, replay steps as graphs, captured when they are first needed. No effect on other
+            devices. Defaults to ``False``.
+        compile (bool or dict): whether captured steps are compiled by Inductor, which takes more than a minute where
+            its cache has nothing; a dictionary gives Inductor's options. Defaults to ``False``.
+        steps_per_graph (int, optional): gradient steps of one launch where so many are due, a multiple of
+            ``policy_frequency``, which is the default.
 
     Raises:
         ValueError: if an option is out of range.
@@ -81,6 +89,8 @@ class FastSACLearner:
         max_grad_norm: float | None = None,
         autocast: torch.dtype | None = None,
         cuda_graph: bool = False,
+        compile: bool | dict[str, Any] = False,
+        steps_per_graph: int | None = None,
     ) -> None:
         if policy_frequency < 1 or not 0 < tau <= 1 or (max_grad_norm is not None and max_grad_norm <= 0):
             raise ValueError(
@@ -95,17 +105,59 @@ class FastSACLearner:
         self._actor: list[Tensor] = [*loss.actor_parameters()]
         self._target = loss.target_parameters()
         self.device = self._actor[0].device
-        # Fused: a third of the time of the for-each version on a CPU.
         self.cuda_graph = cuda_graph and self.device.type == "cuda"
+        # Fused: a third of the time of the for-each version on a CPU.
         options: dict[str, Any] = {"betas": tuple(betas), "fused": True, "capturable": self.cuda_graph}
-        groups = [{"params": self._critic, "lr": critic_lr, "weight_decay": weight_decay}]
+        groups = [{"params": self._critic, "lr": self._rate(critic_lr), "weight_decay": weight_decay}]
         if alpha := loss.alpha_parameters():
-            groups.append({"params": alpha, "lr": alpha_lr, "weight_decay": 0.0})
+            groups.append({"params": alpha, "lr": self._rate(alpha_lr), "weight_decay": 0.0})
         self.critic_optimizer = torch.optim.AdamW(groups, **options)
-        self.actor_optimizer = torch.optim.AdamW(self._actor, lr=actor_lr, weight_decay=weight_decay, **options)
+        rate = self._rate(actor_lr)
+        self.actor_optimizer = torch.optim.AdamW(self._actor, lr=rate, weight_decay=weight_decay, **options)
         self.policy: TensorDictModule = make_fast_sac_policy(loss.actor_network, normalizer)
         self._metrics: dict[str, Tensor] = {}
-        self._captured: CapturedStep | None = None
+        self._stepper: FastSACStepper | None = None
+        if self.cuda_graph:
+            try:
+                self._stepper = FastSACStepper(self, compile=compile, steps_per_graph=steps_per_graph)
+            except NotCapturedError as reason:
+                self._give_up(reason)
+
+    def _rate(self, value: float) -> Any:
+        # A graph reads its learning rates from memory.
+        return torch.tensor(float(value), device=self.device) if self.cuda_graph else value
+
+    def _give_up(self, reason: NotCapturedError) -> None:
+        torchrl_logger.warning(f"FastSACLearner: gradient steps are eager, because {reason}.")
+        self._stepper = None
+
+    def set_learning_rates(
+        self, *, critic: float | None = None, actor: float | None = None, alpha: float | None = None
+    ) -> None:
+        """Changes learning rates from the next step on; captured graphs follow.
+
+        The schedulers of :mod:`torch.optim.lr_scheduler` do the same: build them on ``critic_optimizer`` (whose second
+        group is the temperature) and ``actor_optimizer``.
+
+        Keyword Args:
+            critic, actor, alpha (float, optional): the new rates. Default to ``None``: unchanged. ``alpha`` has no
+                effect on a fixed temperature.
+
+        Raises:
+            ValueError: if a rate is negative. Nothing was changed.
+        """
+        for name, value in (("critic", critic), ("actor", actor), ("alpha", alpha)):
+            if value is not None and not value >= 0:
+                raise ValueError(
+                    f"FastSACLearner: the learning rate {name} must be >= 0, got {value}. Nothing was changed."
+                )
+        groups = [self.critic_optimizer.param_groups[0], self.actor_optimizer.param_groups[0]]
+        groups += self.critic_optimizer.param_groups[1:]
+        for group, value in zip(groups, (critic, actor, alpha), strict=False):
+            if value is not None and isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            elif value is not None:
+                group["lr"] = value
 
     def observe(self, run: TensorDictBase) -> None:
         """Counts every collected row once in the observation statistics.
@@ -129,28 +181,37 @@ class FastSACLearner:
             dict[str, Tensor]: detached, on the device, none of them reused: ``loss_critic``, ``loss_alpha``, ``alpha``
             and ``loss_actor`` (of the newest actor step), 0-d; ``entropy``, ``q_target`` and ``td_error``, ``[B]``.
         """
+        if self._stepper is not None:
+            try:
+                self._stepper.step(batch, done=self.updates)
+                self.updates += 1
+                return self._stepper.metrics()
+            except NotCapturedError as reason:
+                self._give_up(reason)
         self._advance(batch)
-        return self._owned_metrics()
+        return dict(self._metrics)
 
     def update_from(self, replay: ReplayBuffer, updates: int) -> dict[str, Tensor]:
         """Samples and takes ``updates`` gradient steps; returns the metrics of the last one (none for 0)."""
-        for _ in range(updates):
+        left = updates
+        while left and self._stepper is not None:
+            try:
+                taken = self._stepper.launch(replay, left, done=self.updates)
+            except NotCapturedError as reason:
+                self._give_up(reason)
+                break
+            self.updates += taken
+            left -= taken
+        if updates and not left and self._stepper is not None:
+            return self._stepper.metrics()
+        for _ in range(left):
             self._advance(replay.sample())
-        return self._owned_metrics() if updates else {}
+        return dict(self._metrics) if updates else {}
 
     def _advance(self, batch: TensorDictBase) -> None:
         with_actor = (self.updates + 1) % self.policy_frequency == 0
-        if self.cuda_graph and self._captured is None:
-            self._captured = CapturedStep(
-                self._step, batch, changed=self._changed, forget_gradients=self._forget_gradients
-            )
-        self._metrics.update((self._captured or self._step)(batch, with_actor))
+        self._metrics.update(self._step(batch, with_actor))
         self.updates += 1
-
-    def _owned_metrics(self) -> dict[str, Tensor]:
-        if self._captured is None:
-            return dict(self._metrics)
-        return {name: value.clone() for name, value in self._metrics.items()}
 
     def _step(self, batch: TensorDictBase, with_actor: bool) -> dict[str, Tensor]:
         loss = self.loss
@@ -182,17 +243,6 @@ class FastSACLearner:
             self.actor_optimizer.step()
             metrics["loss_actor"] = loss_actor.detach()
         return metrics
-
-    def _changed(self) -> list[Tensor]:
-        tensors = [*self.loss.parameters(), *self._target, *self.loss.buffers()]
-        for optimizer in (self.critic_optimizer, self.actor_optimizer):
-            for moments in optimizer.state.values():
-                tensors += [value for value in moments.values() if isinstance(value, Tensor)]
-        return tensors
-
-    def _forget_gradients(self) -> None:
-        self.critic_optimizer.zero_grad(set_to_none=True)
-        self.actor_optimizer.zero_grad(set_to_none=True)
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -233,7 +283,6 @@ class FastSACLearner:
             ValueError: if the state has other parts, shapes or dtypes. Nothing was changed.
         """
         self.check_state_dict(state)
-        self._captured = None  # it holds the optimizers' old moments
         self.loss.load_state_dict(state["loss"])
         if self.normalizer is not None:
             self.normalizer.load_state_dict(state["normalizer"])
@@ -243,3 +292,5 @@ class FastSACLearner:
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state[name]["state"], "param_groups": groups})
         self.updates = state["updates"]
+        if self._stepper is not None:
+            self._stepper.reset()  # graphs hold the optimizers' old moments
