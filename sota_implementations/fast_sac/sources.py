@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -25,7 +26,9 @@ from torchrl_ext.data import RowLayout, SlotReplayBuffer
 from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.trainers import FastSACLearner
 
-__all__ = ["AsyncSource", "Source", "SyncSource"]
+__all__ = ["AsyncSource", "Source", "SyncSource", "make_source"]
+
+_PAUSE = 1e-3
 
 
 class Source(Protocol):
@@ -133,7 +136,7 @@ class AsyncSource:
         env.close()
         self._updates = self._published = 0
         self._updates_at: dict[int, int] = {}
-        self._lag_rows, self._lag_sum = 0, 0
+        self._lag_rows, self._lag_sum, self._early = 0, 0, 0
         self.collector: RingCollector | None = None
 
     def fill(self, replay: SlotReplayBuffer) -> None:
@@ -173,12 +176,16 @@ class AsyncSource:
         return self.collector
 
     def start(self) -> None:
-        """See :class:`Source`; workers reset their streams when they may step."""
-        self._ring.drain()
+        """Waits for the first step of every stream."""
+        wanted = self._settings.env.num_envs
+        self._ring.hold_at(int(self._ring.stats()["frames"]) + wanted)
+        while self._early < wanted:
+            self._early += self._ring.drain()
+            time.sleep(_PAUSE)
 
     def feed(self, *, learnt: bool, learning: bool) -> int:
         """See :class:`Source`."""
-        rows = self._ring.drain()
+        rows, self._early = self._ring.drain() + self._early, 0
         if rows:
             for version, count in self._ring.collected.pop_versions().items():
                 self._lag_sum += count * max(self._updates - self._updates_at.get(version, 0), 0)
