@@ -156,14 +156,14 @@ class RingConsumer(abc.ABC):
         count = int(counts.sum())
         if not count:
             return None, None, 0
-        step = np.repeat(np.arange(steps), counts)
-        mask = np.arange(shape.num_streams) < counts[:, None]
-        rows = step * shape.num_streams + parts.ended[start : start + steps][mask]
         begin = self._finals % shape.final_capacity
         if begin + count <= shape.final_capacity:
-            finals = parts.arena[begin : begin + count]
+            streams, finals = parts.ended[begin : begin + count], parts.arena[begin : begin + count]
         else:
-            finals = torch.cat([parts.arena[begin:], parts.arena[: begin + count - shape.final_capacity]])
+            beyond = begin + count - shape.final_capacity
+            streams = np.concatenate([parts.ended[begin:], parts.ended[:beyond]])
+            finals = torch.cat([parts.arena[begin:], parts.arena[:beyond]])
+        rows = np.repeat(np.arange(0, steps * shape.num_streams, shape.num_streams), counts) + streams
         return torch.from_numpy(rows), finals, count
 
     def _commit(self, steps: int, finals: int) -> None:

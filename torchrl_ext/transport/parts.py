@@ -17,8 +17,8 @@ from torchrl_ext.transport.segment import Segment
 __all__ = ["RingParts", "RingShape"]
 
 _PAGE = 4096
-#: Numbers of a slot before the list of its ended streams.
-_LISTED = 4
+#: Numbers of a slot.
+_HEADER = 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RingShape:
     @property
     def control_bytes(self) -> int:
         """Size of counters and lists."""
-        return _pages(CURSOR_BYTES) + _pages(4 * self.capacity * (self.num_streams + _LISTED))
+        return _pages(CURSOR_BYTES) + _pages(4 * (self.capacity * _HEADER + self.final_capacity))
 
     @property
     def _data_sizes(self) -> list[int]:
@@ -78,19 +78,21 @@ class RingParts:
 
     Args:
         shape (RingShape): of the ring.
-        control (Segment): counters, then the ended streams of each slot; at least ``control_bytes``.
+        control (Segment): counters, then the numbers of each slot and place; at least ``control_bytes``.
         data (torch.Tensor): uint8 ``[data_bytes]``, arena, tails, rows.
     """
 
     def __init__(self, shape: RingShape, control: Segment, data: torch.Tensor) -> None:
         self._memory = control.memory
         width, streams = shape.layout.successor_bytes, shape.num_streams
-        lists = control.bytes[_pages(CURSOR_BYTES) : shape.control_bytes].numpy().view(np.int32)
-        lists = lists[: shape.capacity * (streams + _LISTED)].reshape(shape.capacity, streams + _LISTED)
-        #: int32 ``[capacity]``: how many streams of a slot have a final observation; ``[capacity, n]``: which.
-        self.counts, self.ended = lists[:, 0], lists[:, _LISTED:]
-        #: int32 ``[capacity]``: whether a slot's own tail was given; whether its streams began anew; who acted in it.
-        self.has_tail, self.begins, self.versions = lists[:, 1], lists[:, 2], lists[:, 3]
+        start = _pages(CURSOR_BYTES)
+        numbers = control.bytes[start : shape.control_bytes].numpy().view(np.int32)
+        headers = numbers[: shape.capacity * _HEADER].reshape(shape.capacity, _HEADER)
+        #: int32 ``[capacity]``: how many streams of a slot have a final observation; whether its own tail was given;
+        #: whether its streams began anew; who acted in it.
+        self.counts, self.has_tail, self.begins, self.versions = headers.T
+        #: int32 ``[final_capacity]``: whose the final observation at each place of the arena is.
+        self.ended = numbers[shape.capacity * _HEADER :][: shape.final_capacity]
         arena, tails, rows = data[: shape.data_bytes].split(shape._data_sizes)
         self.arena = arena[: shape.final_capacity * width].view(shape.final_capacity, width)
         self.tails = tails[: shape.tails * streams * width].view(shape.tails, streams, width)

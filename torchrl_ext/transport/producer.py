@@ -153,13 +153,16 @@ class RingProducer(abc.ABC):
                 f"{self._name}: finals must be one for each of {count} streams, at most {shape.num_streams}, got "
                 f"{0 if finals is None else len(finals)}. Nothing was published."
             )
-        slot = self._issued % shape.capacity
+        slot, place = self._issued % shape.capacity, self._finals % shape.final_capacity
         if count:
-            parts.ended[slot, :count] = cast(np.ndarray, final_streams)
+            streams = cast(np.ndarray, final_streams)
+            ahead = min(count, shape.final_capacity - place)
+            parts.ended[place : place + ahead] = streams[:ahead]
+            parts.ended[: count - ahead] = streams[ahead:]
         parts.counts[slot], parts.begins[slot], parts.versions[slot] = count, begins, version
         if cut_streams is not None and not len(cut_streams):
             cut_streams = None
-        self._write(cut_streams, finals if count else None, self._finals % shape.final_capacity, tail)
+        self._write(cut_streams, finals if count else None, place, tail)
         self._finals += count
         cursors[Cursor.FINALS_ISSUED] = self._finals
         self._issued += 1
