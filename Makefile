@@ -12,6 +12,7 @@ CASES ?= ingest sample sample_nstep routed_extend ensemble_sample write_back dre
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 INSTALLED := $(VENV)/.installed
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -38,8 +39,9 @@ $(VENV)/.installed-peers: benchmarks/requirements-peers.txt $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps -r $<
 	@touch $@
 
-test: $(INSTALLED) ## run the tests that need no GPU
-	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+# Files of tests side by side: most of them wait for processes of their own.
+test: $(INSTALLED) ## run the tests that need no GPU (WORKERS=0: in one process)
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-long: $(INSTALLED) ## the same with many more random programs (HYPOTHESIS_PROFILE=long)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -m "not gpu" --timeout=3600 $(ARGS)

@@ -41,6 +41,7 @@ EXTRAS = {
         "pytest>=8",
         "pytest-cov>=5",
         "pytest-timeout>=2.3",  # first with --session-timeout
+        "pytest-xdist>=3.6",
     ],
     "lint": [
         "mypy>=1.15",

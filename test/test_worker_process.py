@@ -624,7 +624,7 @@ class TestDeath:
             return (
                 descriptors(),
                 threading.active_count(),
-                len(os.listdir("/dev/shm")),
+                Path("/proc/self/maps").read_text().count("/dev/shm/"),  # other people's do not count
                 len(psutil.Process().children()),
             )
 

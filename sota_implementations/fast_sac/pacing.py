@@ -44,7 +44,8 @@ class Pacing:
         options = self._options
         if options.governor == "free" and self._asynchronous:
             return self._total
-        ahead = 0 if behind > options.publish_every else options.max_ahead
+        held = behind > options.publish_every and not self._is_young(frames)
+        ahead = 0 if held else options.max_ahead
         limit = frames + ahead * self._rows_per_step
         return limit if self._total is None else min(limit, self._total)
 
@@ -52,9 +53,15 @@ class Pacing:
         """Returns the gradient steps to take now."""
         if not self._asynchronous:
             return governor.due(frames)
+        if self._is_young(frames):
+            return 0
         if self._options.governor == "free":
             return self._options.publish_every if governor.is_open(frames) else 0
         return min(governor.due(frames), self._options.publish_every)
+
+    def _is_young(self, frames: int) -> bool:
+        """Whether there may be nothing to sample: what follows the newest rows is known with the next ones."""
+        return frames < 2 * self._rows_per_step
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
