@@ -16,7 +16,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-long coverage fastsac lint format docs bench clean
+.PHONY: help install test test-long coverage fastsac doctor lint format docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ coverage: $(INSTALLED) ## run the tests and report the lines that none of them r
 
 fastsac: $(INSTALLED) ## train FastSAC: a walker learns to walk (options: ARGS="seed=1")
 	$(BIN)/python sota_implementations/fast_sac/fast_sac.py $(ARGS)
+
+doctor: $(INSTALLED) ## say what this machine has and can do, and whether the presets can run
+	$(BIN)/python -m torchrl_ext.doctor $(ARGS)
 
 lint: $(VENV)/.installed-lint ## ruff (rules and format) and mypy
 	$(BIN)/python -m ruff check .

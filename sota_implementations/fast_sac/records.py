@@ -11,6 +11,8 @@ from typing import Any
 
 from torchrl.record.loggers import get_logger
 
+from torchrl_ext.record import custom_scalars_layout
+
 SERIES = ("train", "eval")
 
 
@@ -33,6 +35,9 @@ class Records:
     def __init__(self, folder: Path, backends: Sequence[str], history: Mapping[str, Any] | None = None) -> None:
         self.history = {name: list((history or {}).get(name, [])) for name in SERIES}
         self._loggers = [get_logger(backend, str(folder), backend) for backend in backends]
+        for logger in self._loggers:
+            if hasattr(logger.experiment, "add_custom_scalars"):
+                logger.experiment.add_custom_scalars(custom_scalars_layout())
         self._file = open(folder / "metrics.jsonl", "a", encoding="ascii")
 
     def write(self, metrics: Mapping[str, float], *, frames: int) -> None:

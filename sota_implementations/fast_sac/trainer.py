@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from pathlib import Path
 
@@ -45,25 +46,38 @@ class Run:
             # What autocast leaves in float32 goes through tensor cores too.
             torch.set_float32_matmul_precision("high")
         seed_everything(settings.seed)
+        self.progress = Progress(
+            title=title,
+            folder=folder,
+            total_frames=settings.total_frames,
+            time_budget=settings.time_budget,
+            print_every=settings.log.print_every,
+            devices=[device],
+        )
+        try:
+            self._build(device)
+        except BaseException:
+            self.progress.close()  # so that what is wrong is said on the terminal
+            raise
+        self._note = ""
+        per_row = settings.learner.updates_per_step / settings.env.num_envs
+        self._values: dict[str, float] = {"utd/requested": per_row}
+        self._announce(overrides)
+
+    def _build(self, device: torch.device) -> None:
+        settings = self.settings
         env = make_train_env(settings)
         learner = make_learner(settings, env, device)
         self.source = make_source(settings, env, learner)
         replay = make_replay(settings, self.source.layout, device)
         self.state = RunState(task=settings.env.task, learner=learner, governor=make_governor(settings), replay=replay)
         history = None if settings.resume_from is None else self.state.load(settings.resume_from)
-        # Workers start from the weights of the checkpoint.
+        # Workers start from the weights of the checkpoint, and from the panel's way of standard output.
         self.source.fill(replay)
         self.source.load_state_dict(self.state.source)
         self.pacing = Pacing(settings, asynchronous=isinstance(self.source, AsyncSource), device=device)
         self.eval_env = make_eval_env(settings)
-        self.records = Records(folder, settings.log.backends, history)
-        self.progress = Progress(
-            total_frames=settings.total_frames,
-            time_budget=settings.time_budget,
-            print_every=settings.log.print_every,
-        )
-        self._note = ""
-        self._announce(overrides)
+        self.records = Records(self.folder, settings.log.backends, history)
 
     def _announce(self, overrides: list[str]) -> None:
         settings, say = self.settings, self.progress.say
@@ -110,8 +124,10 @@ class Run:
             if should_save(counters.seconds):
                 self.save(with_replay=settings.checkpoint.replay)
             self._show()
+            if self.progress.should_quit and not stop.count:
+                signal.raise_signal(signal.SIGINT)  # q is one Ctrl-C
         self._log(metrics)
-        self._show(final=True)
+        self._show()
 
     def step(self) -> dict[str, torch.Tensor]:
         """Stores what was collected, takes the gradient steps that are due; returns the metrics of the last one."""
@@ -154,15 +170,17 @@ class Run:
             values["train/return"] = value
             values["train/length"] = mean(lengths)
             self.records.point("train", frames=counters.frames, seconds=counters.seconds, value=value)
+            self.progress.point("train/return", counters.frames, value)
             self._note = f"return {value:,.1f}"
         values |= self.source.metrics() | self.pacing.metrics()
         values |= {"updates": self.state.governor.updates, "episodes": counters.episodes, "seconds": counters.seconds}
+        self._values |= values
         self.records.write(values, frames=counters.frames)
 
-    def _show(self, *, final: bool = False) -> None:
+    def _show(self) -> None:
         counters, updates = self.state.counters, self.state.governor.updates
         self.progress.update(
-            seconds=counters.seconds, frames=counters.frames, updates=updates, note=self._note, final=final
+            seconds=counters.seconds, frames=counters.frames, updates=updates, metrics=self._values, note=self._note
         )
 
     def evaluate(self, stop: StopSignal) -> float | None:
@@ -174,7 +192,7 @@ class Run:
             seed=settings.seed + EVAL_SEED_OFFSET,
             max_steps=settings.eval.max_steps,
             device=self.state.device,
-            should_stop=lambda: stop.count > 0,
+            should_stop=lambda: stop.count > 0 or self.progress.should_quit,
         )
         # Its pool's threads and memory are not needed until the next one.
         if hasattr(self.eval_env, "task_id"):
@@ -184,6 +202,8 @@ class Run:
         best = self.records.best()
         values = {"eval/return": result.mean, "eval/length": result.mean_length, "eval/worst": min(result.returns)}
         self.records.write(values, frames=counters.frames)
+        self._values["eval/return"] = result.mean
+        self.progress.point("eval/return", counters.frames, result.mean)
         self.records.point("eval", frames=counters.frames, seconds=counters.seconds, value=result.mean)
         self.progress.say(
             f"evaluation at {counters.frames} frames: mean return {result.mean:.1f} over {len(result.returns)} "
