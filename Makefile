@@ -16,7 +16,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-long coverage fastsac doctor lint format docs bench clean
+.PHONY: help install test test-long coverage fastsac dreamer doctor lint format docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ coverage: $(INSTALLED) ## run the tests and report the lines that none of them r
 
 fastsac: $(INSTALLED) ## train FastSAC: a walker learns to walk (options: ARGS="seed=1")
 	$(BIN)/python sota_implementations/fast_sac/fast_sac.py $(ARGS)
+
+dreamer: $(INSTALLED) ## train DreamerV3, preset pendulum (options: ARGS="preset=dmc_walker")
+	$(BIN)/python sota_implementations/dreamer_v3/dreamer_v3.py $(ARGS)
 
 doctor: $(INSTALLED) ## say what this machine has and can do, and whether the presets can run
 	$(BIN)/python -m torchrl_ext.doctor $(ARGS)

@@ -1,0 +1,257 @@
+# Copyright (c) torchrl_ext contributors.
+# This source code is licensed under the MIT license found in the LICENSE file in the root directory.
+"""The configuration as frozen dataclasses that refuse nonsense. Defaults live in ``config/`` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dreamer_shared import parse, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings:
+    """Which environment, and how many streams of it."""
+
+    task: str
+    """EnvPool's or Gymnasium's id; for ``backend=factory`` a ``module:function``."""
+    backend: Literal["auto", "envpool", "gym", "dm_control", "factory"]
+    num_envs: int
+    num_threads: int | None
+    """EnvPool's threads of each worker; None is one per stream, at most the usable cores."""
+    max_episode_steps: int | None
+    """Agent steps after which an episode is truncated; None is the task's own limit."""
+    options: dict[str, Any] | None
+    """Further options of the task."""
+
+    def __post_init__(self) -> None:
+        require(self.num_envs >= 1, "env.num_envs", ">= 1", self.num_envs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSettings:
+    """How rows are collected, and when learning starts."""
+
+    num_workers: int
+    learning_starts: int
+    """Rows below which there is no update; the policy as initialised collects them."""
+    max_ahead: int
+    """Vector steps that may be collected while the updates of the rows at hand are taken."""
+    publish_every: int
+    """Updates between two publications of the weights."""
+    policy_threads: int
+    """Of torch in each worker."""
+    transport: Literal["auto", "host", "ipc"]
+    ring_slots: int | None
+    stall_timeout: float
+    max_restarts: int
+    """Dead workers that are started anew before the run gives up."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "learning_starts", "max_ahead", "publish_every", "policy_threads"):
+            require(getattr(self, name) >= 1, f"collector.{name}", ">= 1", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """Sizes of the replay."""
+
+    capacity: int
+    """Slots per stream."""
+    device: str | None
+    """None is the learner's device."""
+    online: bool
+    """Windows that were just completed first, each once; then uniform ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """Sizes of the networks."""
+
+    belief: int
+    """Features of the deterministic state."""
+    categoricals: int
+    classes: int
+    """Of each categorical; the stochastic state has categoricals * classes features."""
+    hidden: int
+    blocks: int
+    """Of the block-diagonal recurrent layer; they divide ``belief``."""
+    unimix: float
+    dynamics_layers: int
+    prior_layers: int
+    posterior_layers: int
+    encoder_layers: int
+    decoder_layers: int
+    reward_layers: int
+    actor_layers: int
+    value_layers: int
+    decoder_sizes: list[int] | None
+    """Features of each part of a flat observation, which gets a head of its own (clipped apart); None is one head."""
+    bins: int
+    """Of the two-hot distributions of rewards and values."""
+    norm_eps: float
+    min_std: float
+    max_std: float
+    image_depth: int
+    image_mults: list[int]
+    image_kernel: int
+    image_blocks: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.belief >= 1 and self.belief % self.blocks == 0,
+            "networks.belief",
+            f"a multiple of networks.blocks = {self.blocks}",
+            self.belief,
+        )
+        require(0 <= self.unimix < 1, "networks.unimix", "in [0, 1)", self.unimix)
+        require(0 < self.min_std <= self.max_std, "networks.min_std", "in (0, max_std]", self.min_std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """The update."""
+
+    batch_size: int
+    """Windows of an update."""
+    seq_len: int
+    """Steps of a window; one more row is sampled, whose latents are refreshed."""
+    train_ratio: float
+    """Replayed steps per collected step: updates per step are train_ratio / (batch_size * seq_len)."""
+    lr: float
+    warmup_steps: int
+    """Updates until the learning rate is reached."""
+    adaptive_grad_clip: float
+    optimizer_eps: float
+    imagination_horizon: int
+    continuation_horizon: float
+    gamma: float
+    lmbda: float
+    return_rate: float
+    """Of the moving quantiles that scale returns."""
+    entropy: float
+    slow_critic_weight: float
+    slow_critic_tau: float
+    replay_value_weight: float
+    free_bits: float
+    dynamic_weight: float
+    representation_weight: float
+    mixed_precision: bool
+    """bfloat16 on CUDA."""
+    compile: bool | None
+    """None is: on CUDA. The update is compiled, with the recurrence as one scan."""
+    cuda_graph: bool | None
+    """None is: on CUDA."""
+    scan_unroll: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seq_len", "imagination_horizon", "scan_unroll"):
+            require(getattr(self, name) >= 1, f"learner.{name}", ">= 1", getattr(self, name))
+        require(self.train_ratio > 0, "learner.train_ratio", "positive", self.train_ratio)
+        require(self.lr > 0, "learner.lr", "positive", self.lr)
+        require(self.continuation_horizon > 1, "learner.continuation_horizon", "> 1", self.continuation_horizon)
+
+    @property
+    def updates_per_row(self) -> float:
+        """Updates per collected row."""
+        return self.train_ratio / (self.batch_size * self.seq_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Evaluation with the mode of the policy in an environment of its own."""
+
+    episodes: int
+    every: int | None
+    """Rows between evaluations; None evaluates at the end only."""
+    max_steps: int
+    """Steps after which an episode that has not ended is counted as it is."""
+
+    def __post_init__(self) -> None:
+        require(self.episodes >= 1, "eval.episodes", ">= 1", self.episodes)
+        require(self.every is None or self.every >= 1, "eval.every", ">= 1 or null", self.every)
+        require(self.max_steps >= 1, "eval.max_steps", ">= 1", self.max_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """What is written down, and where."""
+
+    every: int
+    """Rows between two lines of metrics."""
+    print_every: float
+    """Seconds between two printed lines when the output is not a terminal."""
+    backends: list[Literal["csv", "tensorboard"]]
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "log.every", ">= 1", self.every)
+        require(self.print_every > 0, "log.print_every", "positive", self.print_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When ``last.pt`` is written besides the end."""
+
+    every: float | None
+    """Seconds; None writes it at the end only."""
+    replay: bool
+    """Whether it contains the replay."""
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every > 0, "checkpoint.every", "positive or null", self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a run depends on."""
+
+    seed: int
+    device: str
+    torch_threads: int | None
+    total_frames: int
+    """Rows to collect, those before a resume included."""
+    resume_from: str | None
+    env: EnvSettings
+    collector: CollectorSettings
+    replay: ReplaySettings
+    networks: NetworkSettings
+    learner: LearnerSettings
+    eval: EvalSettings
+    log: LogSettings
+    checkpoint: CheckpointSettings
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
+        streams, window = self.env.num_envs, self.learner.seq_len + 1
+        require(
+            self.total_frames >= 1 and self.total_frames % streams == 0,
+            "total_frames",
+            f"a positive multiple of env.num_envs = {streams}",
+            self.total_frames,
+        )
+        require(
+            self.collector.num_workers <= streams,
+            "collector.num_workers",
+            f"at most env.num_envs = {streams}",
+            self.collector.num_workers,
+        )
+        require(
+            self.replay.capacity > window,
+            "replay.capacity",
+            f"more than learner.seq_len + 1 = {window}",
+            self.replay.capacity,
+        )
+        # So that at least one stream has a window.
+        fewest, most = streams * (window + 1), streams * self.replay.capacity
+        require(
+            fewest <= self.collector.learning_starts <= most,
+            "collector.learning_starts",
+            f"between env.num_envs * (learner.seq_len + 2) = {fewest} and env.num_envs * replay.capacity = {most}",
+            self.collector.learning_starts,
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Builds and checks the settings of a resolved Hydra configuration; raises ``ValueError``."""
+        return parse(cls, values)
