@@ -169,12 +169,16 @@ class Session:
     def end(self) -> int:
         """Waits for the program; returns its exit code."""
         self.until(lambda _: self.process.poll() is not None, "the end of the program")
-        while select.select([self.master], [], [], 0.05)[0]:
+        while select.select([self.master], [], [], 0.2)[0]:
             self.read(0.0)
         return self.process.returncode
 
     def is_restored(self) -> bool:
-        return termios.tcgetattr(self.slave) == self.before and self.screen.cursor
+        # What a process wrote last may reach the other end of a pseudo-terminal a while after the process has ended.
+        self.until(
+            lambda screen: screen.cursor and termios.tcgetattr(self.slave) == self.before, "a terminal as before"
+        )
+        return True
 
     def close(self) -> None:
         self.process.kill()
@@ -327,6 +331,22 @@ class TestLeaving:
             assert returned == code if code is not None else returned in (-signal.SIGINT, 130)
             assert running.is_restored()
             assert seen in "\n".join(running.screen.rows)
+
+    def test_ctrl_c_while_the_panel_starts_restores_the_terminal(self):
+        program = """
+        import signal
+        from torchrl_ext.record import panel as module
+        class Interrupted(module.PanelPainter):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+        module.PanelPainter = Interrupted
+        with make() as panel: train(panel)
+        """
+        with session(program) as running:
+            assert running.end() in (-signal.SIGINT, 130)
+            assert running.is_restored()
 
     def test_ctrl_c_is_a_signal_and_restores_the_terminal(self):
         with session("with make() as panel: train(panel)") as running:

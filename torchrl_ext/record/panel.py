@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,14 +101,19 @@ class Panel:
         if self._painter is not None or self._is_stopped:
             return
         atexit.register(self.stop)
-        self._painter = PanelPainter(
-            self._board,
-            self._stream,
-            terminal=self._open_terminal(),
-            sampler=self._sampler,
-            print_every=self._print_every,
-            draw_every=self._draw_every,
-        )
+        # A Ctrl-C between the first change to the terminal and the assignment would leave nobody to put it back.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._painter = PanelPainter(
+                self._board,
+                self._stream,
+                terminal=self._open_terminal(),
+                sampler=self._sampler,
+                print_every=self._print_every,
+                draw_every=self._draw_every,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if self._board.counts is not None:
             self._painter.wake()
 
