@@ -181,6 +181,10 @@ class Session:
         self.until(lambda _: self.looks_restored(), "a terminal as before")
         return True
 
+    def wrote(self, text: str) -> bool:
+        self.until(lambda screen: text in "\n".join(screen.rows), text)
+        return True
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(DEADLINE)
@@ -265,7 +269,7 @@ class TestFrames:
             assert {tuple(map(len, frame)) for frame in frames} == {(80,) * 23 + (0,)}
             everything = "\n".join(sum(frames, []) + running.screen.scrolled)
             assert "worker" not in everything and "error" not in everything and "from the" not in everything
-            assert "after the panel" in "\n".join(running.screen.rows)
+            assert running.wrote("after the panel")
         output = (tmp_path / "output.log").read_text()
         assert "worker 99" in output and "from the trainer" in output and "error error" in output
 
@@ -278,7 +282,7 @@ class TestFrames:
         with session(program) as running:
             assert running.end() == 0
             assert not any("warning" in row for frame in running.screen.frames for row in frame)
-            assert "a warning of a library" in "\n".join(running.screen.rows)
+            assert running.wrote("a warning of a library")
 
     def test_said_lines_scroll_out_above_the_frame(self):
         program = """
@@ -331,7 +335,7 @@ class TestLeaving:
             returned = running.end()
             assert returned == code if code is not None else returned in (-signal.SIGINT, 130)
             assert running.is_restored()
-            assert seen in "\n".join(running.screen.rows)
+            assert running.wrote(seen)
 
     def test_ctrl_c_while_the_panel_starts_restores_the_terminal(self):
         program = """
@@ -356,7 +360,7 @@ class TestLeaving:
             running.press("\x03")
             assert running.end() in (-signal.SIGINT, 130)
             assert running.is_restored()
-            assert "KeyboardInterrupt" in "\n".join(running.screen.rows)
+            assert running.wrote("KeyboardInterrupt")
 
     def test_forked_process_leaves_the_terminal_to_its_parent(self):
         program = """
@@ -390,7 +394,8 @@ class TestLeaving:
         """
         with session(program) as running:
             assert running.end() == 0
-            assert not running.screen.frames and running.screen.rows[0] == "7"
+            running.until(lambda screen: screen.rows[0] == "7", "the job's exit code")
+            assert not running.screen.frames
             assert running.is_restored()
 
 
