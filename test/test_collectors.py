@@ -198,3 +198,21 @@ class TestRunCollector:
         assert isinstance(run, TensorDict)
         assert set(policy.seen[0].keys(True, True)) == {"observation", ("privileged", "code")}
         assert ("privileged", "code") not in set(run.keys(True, True))
+
+
+class TestCollected:
+    """Contract: what is told of delivered rows is kept within bounds where nobody asks."""
+
+    def test_what_nobody_asks_for_does_not_grow(self):
+        from torchrl_ext.collectors import _collected
+        from torchrl_ext.collectors._board import EndedEpisodes
+
+        collected, most = _collected.Collected(0), _collected._KEPT
+        one = EndedEpisodes(np.ones(1), np.ones(1, np.int64), np.zeros((1, 0)))
+        for number in range(most + 10):
+            collected.add_episodes(0, np.array([number]), one)
+            collected.add_versions(np.array([number]), number, 2)
+        episodes, versions = collected.pop_episodes(), collected.pop_versions()
+        assert episodes["stream"][[0, -1]].tolist() == [10, most + 9] and len(episodes) == most
+        assert list(versions)[0] == 10 and len(versions) == most and set(versions.values()) == {2}
+        assert len(collected.pop_episodes()) == 0 and collected.pop_versions() == {}

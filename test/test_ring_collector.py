@@ -1172,3 +1172,42 @@ class TestBadInput:
     def test_memory_is_told_in_both_numbers(self):
         message = self.refused({"ring_slots": 10**11}, MemoryError)
         assert message.count(" GB") + message.count(" TB") + message.count(" GiB") >= 2, message
+
+
+class TestHookThatRaises:
+    """Contract: a hook's error reaches the caller; its rows are in the replay, once, and draining goes on."""
+
+    def test_rows_are_written_once(self):
+        env = CountingEnv(2)
+        from torchrl_ext.collectors import record_layout
+
+        layout = record_layout(env, list(env.observation_spec.keys(True, True)))
+        replay = SlotReplayBuffer(storage=SlotStorage(64, 2, layout=layout), batch_size=4)
+        calls = []
+
+        def hook(run):
+            calls.append(run["observation"].clone())
+            if len(calls) == 1:
+                raise ValueError("boom in the hook")
+
+        collector = RingCollector(
+            lambda: CountingEnv(2, lengths=100),
+            frames_per_batch=2,
+            total_frames=40,
+            replay_buffer=replay,
+            post_collect_hook=hook,
+        )
+        try:
+            end, rows, raised = time.monotonic() + 30.0, 0, 0
+            while len(replay) < 40:
+                assert time.monotonic() < end, f"{len(replay)} of 40 rows arrived"
+                try:
+                    rows += collector.drain()
+                except ValueError as error:
+                    assert "boom in the hook" in str(error)
+                    raised += 1
+            assert raised == 1 and collector.drain() == 0
+            steps = replay.storage.get(torch.arange(20))["observation"][:, 0, 2]
+            assert steps.tolist() == list(range(20))
+        finally:
+            collector.shutdown()

@@ -31,8 +31,6 @@ class Counter(IntEnum):
     """Worker: trajectories begun by its streams, all lives together."""
     COMMANDS = 8
     """Parent: messages that the worker should read."""
-    INTERRUPTED = 9
-    """Parent: 1 once the worker should end although its step takes long."""
 
 
 class EndedEpisodes(NamedTuple):

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -13,8 +15,13 @@ from torchrl_ext.collectors._board import Board, Counter, EndedEpisodes
 __all__ = ["Collected"]
 
 
+#: Runs with ended episodes, and versions, that are kept for whoever asks; nobody has to.
+_KEPT = 1 << 16
+
+
 class Collected:
-    """Episodes, stage times and policy lag, since they were last asked for.
+    """Episodes, stage times and policy lag, since they were last asked for: of the newest 65,536 runs that ended any,
+    and the newest 65,536 versions.
 
     Args:
         num_metrics (int): numbers told of each episode.
@@ -27,7 +34,7 @@ class Collected:
         self._num_metrics = num_metrics
         self.boards = []
         self._last_timings: list[dict[str, float]] | None = None
-        self._episodes: list[tuple[int, np.ndarray, EndedEpisodes]] = []
+        self._episodes: deque[tuple[int, np.ndarray, EndedEpisodes]] = deque(maxlen=_KEPT)
         self._lag_sum, self._lag_max, self._lag_rows = 0, 0, 0
         self._rows_of: dict[int, int] = {}
 
@@ -40,6 +47,8 @@ class Collected:
         behind = newest - versions
         for version in versions.tolist():
             self._rows_of[version] = self._rows_of.get(version, 0) + num_streams
+        while len(self._rows_of) > _KEPT:
+            del self._rows_of[next(iter(self._rows_of))]
         self._lag_sum += int(behind.sum()) * num_streams
         self._lag_max = max(self._lag_max, int(behind.max()))
         self._lag_rows += len(behind) * num_streams
@@ -51,7 +60,7 @@ class Collected:
             TensorDict: ``[M]`` with ``stream``, ``length`` and ``worker`` (int64), ``return`` (float64, undiscounted)
             and ``metrics`` (float64 ``[M, metrics]``).
         """
-        taken, self._episodes = self._episodes, []
+        taken, self._episodes = self._episodes, deque(maxlen=_KEPT)
         none = EndedEpisodes(np.zeros(0), np.zeros(0, np.int64), np.zeros((0, self._num_metrics)))
         streams = np.concatenate([np.zeros(0, np.int64), *(streams for _, streams, _ in taken)])
         workers = np.concatenate([np.zeros(0, np.int64), *(np.full(len(s), worker) for worker, s, _ in taken)])

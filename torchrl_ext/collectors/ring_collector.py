@@ -214,7 +214,6 @@ class RingCollector(BaseCollector):
 
         slot_bytes = max(widths) * self.layout.row_bytes
         capacity = setup.ring_capacity(ring_slots, slot_bytes)
-        setup.check_memory(self.layout, capacity, widths)
         #: The transport of the rows and the reason for it.
         self.transport: TransportChoice = choose_transport(
             transport,
@@ -222,6 +221,8 @@ class RingCollector(BaseCollector):
             policy_device=self._policy_device,
             slot_bytes=slot_bytes,
         )
+        if self.transport.kind == "host":
+            setup.check_memory(self.layout, capacity, widths)
         scheme = self._make_scheme(weight_sync_schemes, self.policy, len(widths))
         self._scheme, self._weight_updater = scheme, None
         self._weight_sync_schemes = {} if scheme is None else {"policy": scheme}
@@ -300,7 +301,6 @@ class RingCollector(BaseCollector):
         else:
             return None
         scheme.init_on_sender(model_id="policy", model=policy, num_workers=num_workers)
-        scheme.connect()
         return scheme
 
     def _boot(self) -> None:
@@ -326,6 +326,8 @@ class RingCollector(BaseCollector):
         deadline = time.monotonic() + self._boot_timeout
         for worker in self._workers:
             worker.start()
+        if self._scheme is not None and not self._scheme.synchronized_on_sender:
+            self._scheme.connect()  # only now: with transport="ipc" it waits for them
         for worker in self._workers:
             worker.wait_until_ready(deadline)
 
@@ -426,9 +428,11 @@ class RingCollector(BaseCollector):
             except BaseException:
                 span.release()  # nothing was written
                 raise
-            if self.post_collect_hook is not None:
-                self.post_collect_hook(span.view())
-            taken += self._commit(worker, span)
+            try:
+                if self.post_collect_hook is not None:
+                    self.post_collect_hook(span.view())
+            finally:
+                taken += self._commit(worker, span)  # the rows are written, whatever the hook does
         return taken * worker.num_streams
 
     def _read(self, worker: RingWorker, steps: int, *, tail: bool) -> Span | None:
@@ -475,7 +479,7 @@ class RingCollector(BaseCollector):
     def _look_after(self, worker: RingWorker) -> None:
         try:
             worker.check(self._stall_timeout)
-        except (RingPeerDied, RuntimeError):
+        except RuntimeError:  # a dead worker; a silent one is a TimeoutError
             if self._restarts_left < 1:
                 raise
             self._restart(worker)
