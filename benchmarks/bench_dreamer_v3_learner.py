@@ -7,12 +7,13 @@ The learner is the script's, which is TorchRL's losses and stepper, for both imp
 hold the same rows. Blocks without and with replay alternate; the numbers are medians over blocks.
 
 Example:
-    ``python benchmarks/bench_dreamer_v3_learner.py --device cpu --impl ours --updates 3``
+    ``python benchmarks/bench_dreamer_v3_learner.py --device cpu --impl ours torchrl --updates 3``
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -58,21 +59,48 @@ SPACES = {
 SLOTS = 512
 """Per stream."""
 
+#: Draw a batch; hand latents back; wait for them; end.
+Parts = tuple[Callable[[], Any], Callable[..., object], Callable[[], None], Callable[[], None]]
+
 
 def main() -> None:
-    """Prints one line of JSON."""
+    """Prints one line of JSON per replay; all of them feed one learner, which is compiled once."""
     args = _arguments()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    device, place = torch.device(args.device), torch.device(args.replay_device or args.device)
-    spaces, settings = SPACES[args.preset], _settings(args)
+    device = torch.device(args.device)
+    places = args.replay_device or [args.device]
+    spaces, settings = SPACES[args.preset], _settings(args, places[0])
     networks = make_networks(settings.networks, spaces, device)
     learner = Learner(networks, settings.learner, settings.networks, pixels=spaces.pixels, device=device)
     rows = _rows(settings, spaces, networks.policy.latents)
-    make = {"ours": _ours, "torchrl": _torchrl}[args.impl]
-    sample, submit, settle, close = make(settings, rows, device, place)
+    shared = {
+        "preset": args.preset,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "torchrl": metadata.version("torchrl"),
+        "parameters": learner.num_parameters,
+        "batch": [settings.learner.batch_size, settings.learner.seq_len],
+        "streams": settings.env.num_envs,
+    }
+    for place, impl in itertools.product(places, args.impl):
+        make = {"ours": _ours, "torchrl": _torchrl}[impl]
+        named = {"impl": impl, "replay_device": place}
+        try:
+            parts = make(_settings(args, place), rows, device, torch.device(place))
+            measured = _measure(learner, parts, args, device)
+        except (RuntimeError, TypeError, ValueError) as error:  # what TorchRL raises here is a result
+            if impl == "ours":
+                raise
+            measured = {"error": f"{type(error).__name__}: {error}"[:300]}
+        sys.stdout.write(json.dumps(named | shared | measured) + "\n")
+        sys.stdout.flush()
+
+
+def _measure(learner: Learner, parts: Parts, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    sample, submit, settle, close = parts
     synchronize = synchronizer(device)
     fixed = sample().clone()
     begun = time.perf_counter()
@@ -90,7 +118,8 @@ def main() -> None:
 
     seconds: dict[str, list[float]] = {"without_replay": [], "with_replay": []}
     for part in (without, with_replay):
-        part()
+        for _ in range(3):
+            part()
     for _ in range(args.rounds):
         for name, part in zip(seconds, (without, with_replay), strict=True):
             settle()
@@ -102,42 +131,34 @@ def main() -> None:
             synchronize()
             seconds[name].append((time.perf_counter() - begun) / args.updates)
     close()
-    rates = {name: 1 / statistics.median(values) for name, values in seconds.items()}
-    result = {
-        "impl": args.impl,
-        "preset": args.preset,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "replay_device": place.type,
-        "torch": torch.__version__,
-        "torchrl": metadata.version("torchrl"),
-        "parameters": learner.num_parameters,
-        "batch": [settings.learner.batch_size, settings.learner.seq_len],
+    spent = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    return {
         "warm_up_s": round(warm_up, 1),
-        "updates_per_second": {name: round(rate, 3) for name, rate in rates.items()},
-        "replay_ms": round(1e3 * (1 / rates["with_replay"] - 1 / rates["without_replay"]), 2),
+        "ms": {name: round(value, 3) for name, value in spent.items()},
+        "rounds_ms": {name: [round(1e3 * value, 3) for value in values] for name, values in seconds.items()},
+        "updates_per_second": {name: round(1e3 / value, 3) for name, value in spent.items()},
+        "replay_share": round(spent["with_replay"] / spent["without_replay"] - 1, 4),
     }
-    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cpu", help="of the learner: cpu, cuda")
-    parser.add_argument("--replay-device", default=None, help="default: the learner's")
-    parser.add_argument("--impl", choices=("ours", "torchrl"), default="ours", help="of the replay")
+    parser.add_argument("--replay-device", nargs="+", default=None, help="one or several; default: the learner's")
+    parser.add_argument("--impl", nargs="+", choices=("ours", "torchrl"), default=["ours"], help="of the replay")
     parser.add_argument("--preset", choices=tuple(SPACES), default="dmc_walker")
     parser.add_argument("--updates", type=int, default=50, help="of a block")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each kind")
     parser.add_argument("--batch-size", type=int, default=None, help="windows; default: the preset's")
     parser.add_argument("--seq-len", type=int, default=None, help="steps of a window; default: the preset's")
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides, such as learner.scan_unroll=2")
     parser.add_argument("--threads", type=int, default=None, help="of torch")
     return parser.parse_args()
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace, place: str) -> Settings:
     overrides = [f"preset={args.preset}", f"replay.capacity={SLOTS}", "collector.learning_starts=4224"]
-    overrides += ["replay.online=false"]
-    if args.replay_device is not None or args.preset == "atari":
-        overrides.append(f"replay.device={args.replay_device or args.device}")
+    overrides += ["replay.online=false", f"replay.device={place}", *args.set]
     if args.batch_size is not None:
         overrides.append(f"learner.batch_size={args.batch_size}")
     if args.seq_len is not None:
@@ -167,9 +188,6 @@ def _rows(settings: Settings, spaces: Spaces, latents: dict[str, int]) -> Tensor
     outcome = {key: never.clone() for key in ("done", "terminated", "truncated")}
     data["next"] = {"observation": following, "reward": torch.randn(*shape, 1), **outcome}
     return TensorDict(data, shape)
-
-
-Parts = tuple[Callable[[], Any], Callable[..., object], Callable[[], None], Callable[[], None]]
 
 
 def _ours(settings: Settings, rows: TensorDict, device: torch.device, place: torch.device) -> Parts:

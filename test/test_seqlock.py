@@ -166,7 +166,7 @@ def test_busy_publisher_never_shows_a_torn_or_an_older_value():
 def read_snapshots(handle: Any, snapshots: int, results: Any) -> None:
     reader, accepted, last = CudaSlotReader.open(handle), 0, 0
     out = torch.zeros(handle.nbytes, dtype=torch.uint8, device=reader.device)
-    torn, deadline = torch.zeros((), dtype=torch.bool, device=reader.device), time.monotonic() + DEADLINE
+    torn, deadline = torch.zeros((), dtype=torch.bool, device=reader.device), time.monotonic() + DEADLINE + snapshots / 500
     while accepted < snapshots and time.monotonic() < deadline:
         version = reader.read(out)
         if version is None:
@@ -207,7 +207,7 @@ class TestCuda:
         handle = slots.export()
         process = context.Process(target=read_snapshots, args=(handle, snapshots, results), daemon=True)
         process.start()
-        source, version, deadline = value(0).to("cuda"), 0, time.monotonic() + DEADLINE + 20.0
+        source, version, deadline = value(0).to("cuda"), 0, time.monotonic() + DEADLINE + 20.0 + snapshots / 500
         try:
             while results.empty() and time.monotonic() < deadline:
                 if slots.poll():

@@ -153,7 +153,9 @@ def _sender(kind: Any, actor: nn.Module, width: int, layers: int, alive: context
     scheme = SeqlockWeightSyncScheme(num_workers=1, transport=kind, connect_timeout=DEADLINE_S)
     scheme.init_on_sender(model_id="policy", model=actor)
     alive.callback(lambda: actor)  # which the scheme does not keep
-    state = torch.zeros(2, dtype=torch.int64).share_memory_()  # whether to end; snapshots that arrived
+    # Whether to end; snapshots that arrived; whether to look for weights. Processes take turns on a device, so a worker
+    # that is not measured must leave it alone.
+    state = torch.zeros(3, dtype=torch.int64).share_memory_()
     device = next(actor.parameters()).device
     # The scheme gives device memory up after its worker has ended.
     alive.callback(scheme.shutdown)
@@ -164,8 +166,10 @@ def _sender(kind: Any, actor: nn.Module, width: int, layers: int, alive: context
         arrived = int(state[1])
         scheme.send()
         _wait(lambda: scheme.poll() and int(state[1]) > arrived, "the worker must apply the weights", pause=0.0)
+        state[2] = 0
 
     def settle() -> None:
+        state[2] = 1
         # Device memory is agreed on between two sends.
         _wait(lambda: scheme.poll() and scheme.applied_versions[0] == scheme.versions[0], "the worker must be idle")
 
@@ -179,11 +183,14 @@ def _receive_on(
     scheme: SeqlockWeightSyncScheme, device: torch.device, width: int, layers: int, state: torch.Tensor
 ) -> None:
     """Applies weights as they come and counts them once they are in place; the target of a process."""
+    torch.set_num_threads(1)  # as in a worker
     actor = _actor(width, layers).to(device)
     scheme.init_on_receiver(model_id="policy", model=actor)
     scheme.connect()
     while int(state[0]) != END:
-        if scheme.receive() is not None:
+        if not int(state[2]):
+            time.sleep(1e-4)
+        elif scheme.receive() is not None:
             torch.cuda.current_stream(device).synchronize()
             state[1] += 1
 
