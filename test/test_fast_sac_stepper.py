@@ -13,18 +13,32 @@ import copy
 from types import SimpleNamespace
 from unittest import mock
 
+import _philox
 import pytest
 import torch
 from tensordict import TensorDict
+from test_counter_draws import FakeGenerator
 from test_trainers import assert_equal, make_batch, make_learner, parameters
 from torch.optim.lr_scheduler import LinearLR
 from torchrl.data import Bounded, LazyTensorStorage, ReplayBuffer
 
 from torchrl_ext.data import PrioritizedTransitionSampler, SlotReplayBuffer, SlotStorage, TransitionSampler, _fused
+from torchrl_ext.data._transitions import assemble
+from torchrl_ext.data.draws import locate, sampleable_counts
 from torchrl_ext.modules import EmpiricalNormalization, make_fast_sac_actor, make_fast_sac_critic
+from torchrl_ext.modules.squashed_normal import SquashedNormal
 from torchrl_ext.objectives import FastSACLoss
-from torchrl_ext.trainers import FastSACLearner, FastSACStepper, _gradient_steps, fast_sac_learner
+from torchrl_ext.trainers import (
+    FastSACLearner,
+    FastSACStepper,
+    _gradient_steps,
+    _graph_sampling,
+    fast_sac_learner,
+    random_state,
+    restore_random_state,
+)
 from torchrl_ext.trainers._adamw import adamw, groups_of, make_state
+from torchrl_ext.trainers._counter_draws import STRIDE, CounterDraws, normal_noise
 from torchrl_ext.trainers._working_copies import WorkingCopy
 from torchrl_ext.trainers.fast_sac_stepper import NotCapturedError
 
@@ -104,7 +118,7 @@ def repeated_graphs():
 
         def replay():
             stepper.launched.append(count)
-            stepper._run_beside(pattern, stepper._source(inside))
+            stepper._run_beside(pattern, inside)
 
         return SimpleNamespace(replay=replay)
 
@@ -128,6 +142,60 @@ def repeated_graphs():
         mock.patch.multiple(torch.cuda, **fake),
         mock.patch.object(_fused, "can_sample", lambda *_: True),
     ):
+        yield
+
+
+def drawn_noise(seat, shape, count):
+    """What the kernel makes."""
+    made = _philox.normals(*seat.tolist(), count * shape.numel())
+    return torch.from_numpy(made).float().view(count, *shape).unbind()
+
+
+@contextlib.contextmanager
+def counted_draws(generator):
+    """Stands in for the kernels that draw: numbers are the reference's, and torch's CUDA generator is ``generator``.
+
+    Gives the seats of rows and of noise, those of rehearsals excepted.
+    """
+    drawn = SimpleNamespace(rows=[], noise=[])
+
+    def counter(device, steps, own=None):
+        return CounterDraws(generator if own is None else own, steps, device)
+
+    def noise(seat, shape, count):
+        drawn.noise.append(tuple(seat.tolist()))
+        return drawn_noise(seat, shape, count)
+
+    def sample(block, span, count, n_steps, gamma, _, seat):
+        drawn.rows.append(tuple(seat.tolist()))
+        low, high, counts = map(torch.as_tensor, sampleable_counts(block))
+        wide = torch.from_numpy(_philox.wide_integers(*seat.tolist(), count))
+        rows = locate(block, low, counts, wide % counts.sum(), high)
+        return assemble(block, rows, n_steps, gamma, ("next", "reward"))[0], None, {}
+
+    warm_up = FastSACStepper._warm_up
+
+    def rehearsed(stepper, inside):
+        rows, noise = len(drawn.rows), len(drawn.noise)
+        warm_up(stepper, inside)
+        del drawn.rows[rows:], drawn.noise[noise:]
+
+    with (
+        mock.patch.object(_gradient_steps, "counter_draws", counter),
+        mock.patch.object(_graph_sampling, "counter_draws", counter),
+        mock.patch.object(_gradient_steps, "normal_noise", noise),
+        mock.patch.object(_fused, "sample", sample),
+        mock.patch.object(_graph_sampling, "_finish", lambda _, batch, *__, **___: (batch, {})),
+        mock.patch.object(FastSACStepper, "_warm_up", rehearsed),
+    ):
+        yield drawn
+
+
+@contextlib.contextmanager
+def noise_of_a_seat(seed, offset=0, *, make=drawn_noise, shape=(32, 2), device="cpu"):
+    """Lets an eager step draw the noise that a captured one draws at a seat."""
+    drawn = iter(make(torch.tensor([seed, offset], device=device), torch.Size(shape), 2))
+    with mock.patch.object(SquashedNormal, "_noise", lambda *_: next(drawn)):
         yield
 
 
@@ -296,6 +364,32 @@ class TestSteps:
         steps = {int(entry["step"]) for entry in learner.actor_optimizer.state.values()}
         assert steps == {1}
 
+    def test_preparing_with_another_replay_takes_no_step_and_leaves_no_trace(self):
+        ends = []
+        for prepared in (False, True):
+            learner = make_learner(policy_frequency=2)
+            with repeated_graphs():
+                learner._stepper = FastSACStepper(learner)
+                torch.manual_seed(3)
+                replay = filled_replay()
+                if prepared:
+                    torch.manual_seed(4)
+                    small = filled_replay(slots=4)
+                    learner.prepare(small)
+                    assert learner.updates == 0 and not learner._stepper.launched
+                torch.manual_seed(5)
+                metrics = learner.update_from(replay, 4)
+            ends.append({**parameters(learner), **metrics})
+        assert_equal(*ends)
+
+    def test_a_learner_without_graphs_has_nothing_to_prepare(self):
+        learner, replay = make_learner(), filled_replay()
+        before = {name: value.clone() for name, value in parameters(learner).items()}
+        state = torch.get_rng_state()
+        learner.prepare(replay)
+        assert learner.updates == 0 and torch.equal(torch.get_rng_state(), state)
+        assert_equal(before, parameters(learner))
+
     def test_batches_of_another_size_take_a_graph_of_their_own(self):
         learner, other = make_learner(policy_frequency=1), make_learner(policy_frequency=1)
         batches = [make_batch(size) for size in (8, 8, 16, 8)]
@@ -378,6 +472,115 @@ class TestSteps:
 
 def _first_actor_key(state):
     return next(key for key in state if key.startswith("actor"))
+
+
+class TestDraws:
+    """Contract: steps draw where the generator of the device stands and move it on, whatever graph takes them, so that
+    seeds and states of generators govern runs; nothing is drawn twice."""
+
+    @contextlib.contextmanager
+    def running(self, seed=5, **options):
+        """A learner, its replay, the generator, and the seats of what is drawn."""
+        generator = FakeGenerator(seed)
+        with repeated_graphs(), counted_draws(generator) as drawn:
+            torch.manual_seed(1)
+            replay, learner = filled_replay(), make_learner(**({"policy_frequency": 4} | options))
+            learner._stepper = FastSACStepper(learner)
+            yield learner, replay, generator, drawn
+
+    @staticmethod
+    def taken(learner, replay, *sizes):
+        for size in sizes:
+            metrics = learner.update_from(replay, size)
+        return {**parameters(learner), **metrics}
+
+    def test_blocks_draw_what_single_steps_draw(self):
+        ends = []
+        for sizes in ([12], [1] * 12, [3, 9], [2, 5, 5]):
+            with self.running() as (learner, replay, generator, drawn):
+                ends.append(self.taken(learner, replay, *sizes))
+                assert drawn.rows == drawn.noise == [(5, STRIDE * step) for step in range(12)]
+                assert generator.get_state() == (5, 12 * STRIDE)
+        for other in ends[1:]:
+            assert_equal(ends[0], other)
+
+    def test_a_step_is_the_eager_one_with_the_noise_of_its_seat(self):
+        eager, rows = make_learner(policy_frequency=4), []
+        torch.manual_seed(2)
+        batches = [make_batch() for _ in range(8)]
+        for number, batch in enumerate(batches):
+            with noise_of_a_seat(5, STRIDE * number):
+                rows.append(eager.update(batch.clone()))
+        with self.running() as (learner, *_):
+            for batch, expected in zip(batches, rows, strict=True):
+                got = learner.update(batch)
+                for name, value in expected.items():
+                    torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+    def test_a_new_capture_goes_on(self):
+        with self.running() as (learner, replay, *_):
+            expected = self.taken(learner, replay, 4, 4, 4)
+        with self.running() as (learner, replay, *_):
+            self.taken(learner, replay, 4)
+            learner._stepper.reset()
+            self.taken(learner, replay, 4)
+            learner.load_state_dict(copy.deepcopy(learner.state_dict()))
+            assert_equal(self.taken(learner, replay, 4), expected)
+
+    def test_no_seat_serves_two_steps_of_any_graphs(self):
+        with self.running() as (learner, replay, generator, drawn):
+            for turn, size in enumerate([1, 4, 2, 8, 3, 1]):
+                learner.update_from(replay, size)
+                generator.offset += 4 * (turn % 2)  # something else draws
+                learner.update(make_batch(8 + 8 * (turn % 2)))
+            assert len(drawn.noise) == len(set(drawn.noise)) == learner.updates == 25
+            assert len(drawn.rows) == len(set(drawn.rows)) == 19
+
+    def test_seeds_and_states_of_the_generator_count(self):
+        with self.running(critic_lr=0.0, actor_lr=0.0, alpha_lr=0.0) as (learner, replay, generator, _):
+            first = learner.update_from(replay, 4)["q_target"]
+            state = generator.get_state()
+            second = learner.update_from(replay, 4)["q_target"]
+            generator.set_state(state)
+            assert torch.equal(learner.update_from(replay, 4)["q_target"], second)
+            generator.manual_seed(5)
+            assert torch.equal(learner.update_from(replay, 4)["q_target"], first)
+            assert not torch.isclose(first, second).all()
+
+    def test_resumes_with_the_draws_that_would_have_come(self):
+        with self.running() as (learner, replay, generator, _):
+            self.taken(learner, replay, 6)
+            saved = copy.deepcopy((learner.state_dict(), replay.state_dict(), generator.get_state()))
+            expected = self.taken(learner, replay, 7)
+        with self.running(seed=9) as (other, replay, generator, _):
+            self.taken(other, replay, 1)
+            other.load_state_dict(saved[0])
+            replay.load_state_dict(saved[1])
+            generator.set_state(saved[2])
+            assert_equal(self.taken(other, replay, 7), expected)
+
+    def test_rows_are_drawn_from_the_replays_own_generator(self):
+        with self.running() as (learner, replay, generator, drawn):
+            replay._rng = own = FakeGenerator(8)
+            learner.update_from(replay, 5)
+            assert drawn.rows == [(8, STRIDE * step) for step in range(5)]
+            assert drawn.noise == [(5, STRIDE * step) for step in range(5)]
+            assert generator.get_state() == (5, 5 * STRIDE) and own.get_state() == (8, 5 * STRIDE)
+
+    def test_a_failed_capture_leaves_the_generator(self):
+        with self.running() as (learner, replay, generator, _):
+            with mock.patch.object(FastSACStepper, "_captured", side_effect=RuntimeError("no room")):
+                learner.update_from(replay, 3)
+            assert learner._stepper is None and generator.get_state() == (5, 0)
+
+    def test_without_graphs_kernels_draw_too(self):
+        with self.running() as (learner, replay, *_):
+            expected = self.taken(learner, replay, 8)
+        with self.running() as (learner, replay, _, drawn):
+            learner._stepper = FastSACStepper(learner, capture=False)
+            got = self.taken(learner, replay, 8)
+            assert drawn.rows == drawn.noise == [(5, STRIDE * step) for step in range(8)]
+        assert_equal(got, expected)
 
 
 class TestFallback:
@@ -535,9 +738,27 @@ class TestOnCuda:
         learner._stepper = FastSACStepper(learner, capture=False)
         return learner
 
+    def test_preparing_uses_up_no_draw_and_compiles_for_every_replay(self):
+        ends = []
+        for prepared in (False, True):
+            torch.manual_seed(1)
+            learner, replay = cuda_learner(cuda_graph=True, compile={}), filled_replay("cuda")
+            if prepared:
+                small = filled_replay("cuda", slots=4)
+                torch.manual_seed(2)
+                state = torch.cuda.get_rng_state()
+                learner.prepare(small)
+                compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                assert learner.updates == 0 and torch.equal(torch.cuda.get_rng_state(), state)
+            torch.manual_seed(2)
+            metrics = learner.update_from(replay, 8)
+            ends.append({name: float(value.float().mean()) for name, value in metrics.items()})
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "compiled again for another replay"
+        assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+
     @pytest.mark.parametrize("own_generator", [False, True])
     def test_captured_steps_are_those_launched_one_by_one(self, own_generator):
-        """200 steps in float32: the same draws, and losses within 1e-3."""
+        """200 steps in float32: the same draws, of rows and of noise, and losses within 1e-3."""
         made = []
         for learner in (self.uncaptured(), cuda_learner(cuda_graph=True)):
             replay = None
@@ -551,7 +772,8 @@ class TestOnCuda:
 
     @pytest.mark.parametrize("compile", [False, True])
     def test_200_steps_are_those_of_the_eager_learner(self, compile):
-        """Batches given, so that only the noise is drawn: losses within 1e-3 in float32."""
+        """Batches given, so that only the noise is drawn, which the eager steps read from the seats: losses within 1e-3
+        in float32."""
         made = []
         torch.manual_seed(3)
         batches = [make_batch(256).cuda() for _ in range(200)]
@@ -559,9 +781,13 @@ class TestOnCuda:
             rows = []
             for number, batch in enumerate(batches):
                 torch.cuda.manual_seed(number)
-                metrics = learner.update(batch.clone())
+                eager = learner._stepper is None
+                noise = noise_of_a_seat(number, make=normal_noise, shape=(256, 2), device="cuda")
+                with noise if eager else contextlib.nullcontext():
+                    metrics = learner.update(batch.clone())
                 rows.append(torch.stack([metrics.get(name, torch.zeros((), device="cuda")) for name in SCALARS]))
             made.append(torch.stack(rows).cpu())
+            assert learner.cuda_graph is (learner._stepper is not None)
             assert not compile or learner._stepper is None or learner._stepper.compiled
         torch.testing.assert_close(made[1], made[0], rtol=1e-3, atol=1e-3)
 
@@ -571,11 +797,14 @@ class TestOnCuda:
         scale = exact.abs().amax(0)
         assert (((got - exact).abs() / scale) <= torch.tensor([2e-2, 2e-2, 5e-3, 1e-1])).all()
 
+    @pytest.mark.parametrize("own_generator", [False, True])
     @pytest.mark.parametrize("updates", [1, 4, 8])
-    def test_a_step_launches_one_graph_at_most(self, updates):
-        """Besides, torch's own replay of a graph that draws sets seed and offset by two fills of one number each."""
-        learner = cuda_learner(cuda_graph=True)
-        _, replay = trained(learner, 8, updates=updates)
+    def test_a_graph_is_the_only_launch_of_its_steps(self, updates, own_generator):
+        """Besides, the metrics of a call are copied once."""
+        learner, replay = cuda_learner(cuda_graph=True), None
+        if own_generator:
+            replay = filled_replay("cuda", batch_size=256, generator=torch.Generator("cuda").manual_seed(6))
+        _, replay = trained(learner, 8, updates=updates, replay=replay)
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         calls = 8
@@ -584,10 +813,56 @@ class TestOnCuda:
                 learner.update_from(replay, updates)
             torch.cuda.synchronize()
         counts = {event.key: event.count for event in profile.key_averages()}
-        graphs = counts.get("cudaGraphLaunch", 0)
-        assert graphs == calls * max(1, updates // 4)
+        assert counts.get("cudaGraphLaunch", 0) == calls * max(1, updates // 4)
         kernels = sum(count for key, count in counts.items() if key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
-        assert kernels <= 2 * graphs, counts
+        assert kernels == 0, counts
+        assert counts.get("cudaMemcpyAsync", 0) <= calls and not counts.get("cudaMemsetAsync", 0), counts
+
+    def test_seeds_and_states_of_torchs_generator_count(self):
+        learner = cuda_learner(cuda_graph=True, critic_lr=0.0, actor_lr=0.0, alpha_lr=0.0)
+        _, replay = trained(learner, 2)
+        seen = []
+        torch.cuda.manual_seed(5)
+        for _ in range(2):
+            seen.append(learner.update_from(replay, 4)["q_target"])
+        torch.cuda.manual_seed(5)
+        seen.append(learner.update_from(replay, 4)["q_target"])
+        state = torch.cuda.get_rng_state()
+        seen.append(learner.update_from(replay, 4)["q_target"])
+        torch.cuda.set_rng_state(state)
+        seen.append(learner.update_from(replay, 4)["q_target"])
+        for one, other in ((0, 2), (1, 3), (1, 4)):
+            torch.testing.assert_close(seen[one], seen[other], rtol=1e-4, atol=1e-4)
+        assert not torch.isclose(seen[0], seen[1], rtol=1e-3).all()
+
+    def test_draws_of_others_come_in_between(self):
+        made = []
+        for learner in (self.uncaptured(), cuda_learner(cuda_graph=True)):
+            _, replay = trained(learner, 1)
+            rows = []
+            for number in range(10):
+                others = torch.randn(100 + number, device="cuda")
+                metrics = learner.update_from(replay, 1 + number % 5)
+                rows.append(torch.stack([metrics["loss_critic"], metrics["alpha"], others.sum()]))
+            made.append(torch.stack(rows).cpu())
+        torch.testing.assert_close(made[1], made[0], rtol=1e-3, atol=1e-4)
+
+    def test_a_resumed_run_draws_what_would_have_come(self):
+        """Generators as a checkpoint holds them: those of torch, and the replay's own in the replay's state."""
+        learner, other = cuda_learner(cuda_graph=True), cuda_learner(cuda_graph=True)
+        torch.manual_seed(10)
+        replay = filled_replay("cuda", batch_size=256, generator=torch.Generator("cuda").manual_seed(6))
+        learner.update_from(replay, 7)
+        saved = copy.deepcopy((learner.state_dict(), replay.state_dict(), random_state()))
+        expected = learner.update_from(replay, 9)
+        again = filled_replay("cuda", batch_size=256, generator=torch.Generator("cuda").manual_seed(7))
+        other.update_from(again, 2)
+        other.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        restore_random_state(saved[2])
+        got = other.update_from(again, 9)
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-3)
 
     @pytest.mark.parametrize("updates", [1, 8])
     def test_no_step_waits_for_the_device(self, updates):
@@ -602,6 +877,7 @@ class TestOnCuda:
         try:
             for _ in range(4):
                 learner.update_from(replay, updates)
+                torch.rand(1, device="cuda")  # the next launch draws elsewhere
             learner.update(batch)
             learner.set_learning_rates(critic=1e-4)
         finally:

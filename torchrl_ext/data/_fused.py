@@ -49,15 +49,24 @@ def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:
 
 
 def sample(
-    block: SlotBlock, span: Span, count: int, n_steps: int, gamma: float, generator: torch.Generator | None
+    block: SlotBlock,
+    span: Span,
+    count: int,
+    n_steps: int,
+    gamma: float,
+    generator: torch.Generator | None,
+    seat: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Draws transitions: packed rows, packed successors and the small leaves."""
+    """Draws transitions: packed rows, packed successors and the small leaves.
+
+    Random numbers are torch's, of a generator or its own one, or made at a ``seat`` of ``_draw_kernels``.
+    """
     out = Outputs.allocate(block, count)
-    if generator is None:
+    if seat is None and generator is None:
         out.wide.random_(0, 2**62)
-    else:
+    elif generator is not None:
         out.wide.copy_(torch.randint(2**62, (count,), generator=generator, device=generator.device), non_blocking=True)
-    launch(block, span, out, n_steps, gamma)
+    launch(block, span, out, n_steps, gamma, seat=seat)
     return out.leaves()
 
 
@@ -111,14 +120,20 @@ class Outputs:
 
 
 def launch(
-    block: SlotBlock, span: Span, out: Outputs, n_steps: int, gamma: float, table: torch.Tensor | None = None
+    block: SlotBlock,
+    span: Span,
+    out: Outputs,
+    n_steps: int,
+    gamma: float,
+    table: torch.Tensor | None = None,
+    seat: torch.Tensor | None = None,
 ) -> None:
-    """Turns ``out.wide`` into transitions."""
+    """Turns ``out.wide``, or what is drawn at a ``seat``, into transitions."""
     kernels, layout, count = _kernels(), block.layout, out.count
     geometry = geometry_of(block, span)
     rows32, rows64 = block.rows.view(torch.int32), block.rows.view(torch.int64)
     kernels.transitions[(-(-count // _LANES),)](
-        out.wide,
+        out.wide if seat is None else seat,
         block.positions,
         _table(block, geometry) if table is None else table,
         geometry,
@@ -134,6 +149,7 @@ def launch(
         SEARCH=block.num_streams.bit_length(),
         REACH=min(n_steps, block.capacity),
         BLOCK=_LANES,
+        DRAWS=seat is not None,
     )
     words = layout.row_bytes // 8
     kernels.gather[(-(-count // _ROWS),)](

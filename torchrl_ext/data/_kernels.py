@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrl_ext.data._draw_kernels import wide_integer
+
 
 @triton.jit
 def ranges(positions, rows32, geometry, table, BLOCK: tl.constexpr):
@@ -60,9 +62,12 @@ def transitions(
     SEARCH: tl.constexpr,
     REACH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DRAWS: tl.constexpr = False,
 ):
     """Turns random numbers into rows, follows their returns and finds their successors; one lane a transition.
 
+    ``wide`` int64 ``[B]``: the random numbers, or with ``DRAWS`` the seat of :mod:`torchrl_ext.data._draw_kernels` at
+    which they are made.
     ``found`` int64 ``[3, B]``: the row, its successor's row, the last row used.
     """
     num, capacity = tl.load(geometry), tl.load(geometry + 1)
@@ -70,7 +75,11 @@ def transitions(
     row_words, final_word, reward_word = tl.load(geometry + 4), tl.load(geometry + 5), tl.load(geometry + 6)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < count
-    ordinal = tl.load(wide + lane, mask=inside, other=0) % tl.load(table + num - 1)
+    if DRAWS:
+        number = wide_integer(wide, lane)
+    else:
+        number = tl.load(wide + lane, mask=inside, other=0)
+    ordinal = number % tl.load(table + num - 1)
     first = tl.zeros([BLOCK], dtype=tl.int64)
     last = first + num
     for _ in tl.static_range(SEARCH):

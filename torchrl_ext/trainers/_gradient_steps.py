@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_ext.objectives._tensor_losses import Networks, TensorLosses, Transition, networks_of, why_not_tensors
+from torchrl_ext.trainers._counter_draws import CounterDraws, counter_draws, normal_noise
 from torchrl_ext.trainers._parameter_updates import ParameterUpdates
 from torchrl_ext.trainers._working_copies import WorkingCopy
 
@@ -42,12 +43,13 @@ class GradientSteps:
 
     Keyword Args:
         compile (bool or dict): see :class:`FastSACStepper`.
+        most (int): steps of one launch at most.
 
     Raises:
         NotCapturedError: if the loss has no form in tensors.
     """
 
-    def __init__(self, learner: FastSACLearner, *, compile: bool | dict[str, Any]) -> None:
+    def __init__(self, learner: FastSACLearner, *, compile: bool | dict[str, Any], most: int) -> None:
         loss, dtype = learner.loss, learner.autocast
         reason = why_not_tensors(loss, learner.normalizer)
         if reason is not None:
@@ -66,6 +68,8 @@ class GradientSteps:
         self._actor_leaves = actor.parameters
         self._critic_leaves = [*critic.parameters, *loss.alpha_parameters()]
         self._compile(compile)
+        # Where noise is drawn; None leaves it to torch.
+        self._counter = counter_draws(self.device, most)
         self._metrics = torch.empty(0, device=self.device)
         # By kind of graph: whether it samples. Each kind has its own batch size.
         self._buffers: dict[bool, Tensor] = {}
@@ -107,14 +111,30 @@ class GradientSteps:
             self._said.add(what)
             torchrl_logger.info(f"FastSACStepper: {what}.")
 
-    def _run(self, pattern: Sequence[bool], sample: Callable[[], TensorDictBase]) -> None:
-        """Takes one step per entry of ``pattern``, which says whether the actor has its turn."""
+    def _take_one(
+        self,
+        inside: bool,
+        sample: Callable[[int], TensorDictBase | Transition],
+        with_actor: bool,
+        counters: list[CounterDraws],
+    ) -> None:
+        """Takes a step launch by launch, of whose draws ``counters`` say where they stand."""
+        for counter in counters:
+            counter.place()
+        draws = self._draw(sample, with_actor)
+        for counter in counters:
+            counter.advance(1)
+            counter.launched(1)
+        self._choose_metrics(inside, draws.batch)
         self.updates.refresh()
-        for with_actor in pattern:
-            self._take(self._draw(sample, with_actor))
+        self._take(draws)
 
-    def _draw(self, sample: Callable[[], TensorDictBase], with_actor: bool) -> Draws:
-        batch = self.losses.read(sample())
+    def _draw(self, sample: Callable[[int], TensorDictBase | Transition], with_actor: bool, turn: int = 0) -> Draws:
+        """Draws a step, which is the one with number ``turn`` of its launch; ``sample`` takes that number."""
+        batch = self.losses.read(sample(turn))
+        if self._counter is not None:
+            drawn = normal_noise(self._counter.seats[turn], batch.action.shape, 1 + with_actor)
+            return Draws(batch, drawn[0], drawn[1] if with_actor else None)
         noise = self.losses.noise(batch)
         return Draws(batch, noise, self.losses.noise(batch) if with_actor else None)
 
@@ -132,10 +152,10 @@ class GradientSteps:
                 self._metrics[-1].copy_(loss)
                 self.updates.actor(list(gradients))
 
-    def _choose_metrics(self, inside: bool, batch: TensorDictBase | Transition | None = None) -> None:
+    def _choose_metrics(self, inside: bool, batch: Transition | None = None) -> None:
         """Makes the memory of one kind of graph current, allocating it for an example; the actor's loss goes along."""
         if batch is not None:
-            size = 3 * len(self.losses.read(batch).reward) + 4
+            size = 3 * len(batch.reward) + 4
             if inside not in self._buffers or self._buffers[inside].numel() != size:
                 self._buffers[inside] = torch.zeros(size, device=self.device)
         chosen = self._buffers[inside]

@@ -14,7 +14,8 @@ from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_ext.data import SlotReplayBuffer, TransitionSampler, _fused
 from torchrl_ext.data._gather import powers
-from torchrl_ext.data._transitions import _span
+from torchrl_ext.data._transitions import _finish, _span
+from torchrl_ext.trainers._counter_draws import CounterDraws, counter_draws
 
 
 def why_not_inside(replay: ReplayBuffer, device: torch.device) -> str | None:
@@ -48,12 +49,22 @@ class GraphSampling:
 
     State      What a captured draw depends on: the block of rows, batch size, options of the sampler, generator. When
                one of them changes, :meth:`matches` says no and graphs are to be captured anew.
+    Draws      At the seats of ``counter``, which is that of the replay's own generator if it has one. Without a counter
+               torch's operations draw.
     Ordering   :meth:`launching` holds the locks of the replay, so that a graph that draws is ordered with writes on
                other streams like any other sample.
+
+    Args:
+        replay (SlotReplayBuffer): of which :func:`why_not_inside` says nothing.
+        counter (CounterDraws, optional): of torch's default generator.
+        most (int): steps of one launch at most.
     """
 
-    def __init__(self, replay: Any) -> None:
+    def __init__(self, replay: Any, counter: CounterDraws | None, most: int) -> None:
         self.replay, self._signature = replay, self._sign(replay)
+        self.counter, generator = counter, replay._rng
+        if counter is not None and generator is not None and generator is not counter.generator:
+            self.counter = counter_draws(counter.seats.device, most, generator)
         sampler, block = replay._sampler, replay._storage.block
         # What a graph reads by address must not be freed by a cache.
         self._kept = powers(sampler.gamma, sampler.n_steps, block.device)
@@ -82,13 +93,18 @@ class GraphSampling:
         return block.longest >= 2 and _fused.can_sample(block, span, sampler.n_steps)
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Lets a graph draw from the replay's own generator; before it is captured."""
-        if self.replay._rng is not None:
+        """Lets torch's operations draw from the replay's own generator in a graph; before it is captured."""
+        if self.replay._rng is not None and self.counter is None:
             graph.register_generator_state(self.replay._rng)
 
-    def draw(self) -> TensorDictBase:
-        """Draws a batch; inside a capture it is drawn anew by each replay."""
-        return self.replay.sample()
+    def draw(self, turn: int) -> TensorDictBase:
+        """Draws the batch of a step, given its number in the launch; inside a capture each replay draws it anew."""
+        if self.counter is None:
+            return self.replay.sample()
+        sampler, block = self.replay._sampler, self.replay._storage.block
+        span, recipe = _span(block.layout, sampler.reward_key, sampler.n_steps), (sampler.n_steps, sampler.gamma)
+        made = _fused.sample(block, span, self.replay._batch_size, *recipe, None, self.counter.seats[turn])
+        return _finish(block.layout, *made, contiguous=False, device=None, pool=None)[0]
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:

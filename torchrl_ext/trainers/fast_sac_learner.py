@@ -191,6 +191,22 @@ class FastSACLearner:
         self._advance(batch)
         return dict(self._metrics)
 
+    def prepare(self, replay: ReplayBuffer) -> None:
+        """Compiles and captures the steps of :meth:`update_from` ahead of time; nothing is learnt, no draw is used up.
+
+        What Inductor compiles, a minute or more, serves every replay with rows of the same layout and batches of the
+        same size: a small one with a few rows will do while the real one is still empty. Without graphs, or with a
+        replay that cannot be sampled inside one, there is nothing to do.
+
+        Args:
+            replay (ReplayBuffer): with rows to sample.
+        """
+        if self._stepper is not None:
+            try:
+                self._stepper.prepare(replay)
+            except NotCapturedError as reason:
+                self._give_up(reason)
+
     def update_from(self, replay: ReplayBuffer, updates: int) -> dict[str, Tensor]:
         """Samples and takes ``updates`` gradient steps; returns the metrics of the last one (none for 0)."""
         left = updates

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_ext.objectives._tensor_losses import Transition
+from torchrl_ext.trainers._counter_draws import CounterDraws
 from torchrl_ext.trainers._gradient_steps import Draws, GradientSteps, NotCapturedError
 from torchrl_ext.trainers._graph_sampling import GraphSampling, why_not_inside
+from torchrl_ext.trainers._static_batch import StaticBatch
 
 if TYPE_CHECKING:
     from torchrl_ext.trainers.fast_sac_learner import FastSACLearner
@@ -33,10 +35,15 @@ class FastSACStepper(GradientSteps):
 
     Graphs      One launch is one step, or ``steps_per_graph`` steps where so many are due and the actor's turn fits.
                 Each is captured when it is first needed, and again when the replay, the batch or a loaded state asks.
-    Draws       Made inside the graph, from torch's CUDA generator or the replay's own, in the order of eager steps; for
-                each generator torch's replay writes seed and offset by two launches of one number. Batches of one graph
-                are drawn beside its computations. A replay that cannot be sampled inside (another
-                device, priorities, transforms, prefetch) is sampled before each launch.
+    Draws       Made inside the graph by kernels, as functions of seed and offset of a generator: of torch's CUDA
+                generator for noise, of the replay's own for rows where it has one. Every step moves the generator on,
+                so that seeding it, its states and checkpoints of them count as ever, whatever graphs take the steps;
+                the numbers are others than torch's operations draw there. The device follows by itself: a replay is
+                the only launch, and one small copy goes before it where the generator was seeded or drawn from
+                elsewhere. Batches of one graph are drawn beside its computations. A replay that cannot be sampled
+                inside (another device, priorities, transforms, prefetch) is sampled before each launch. Without Triton
+                and on other devices torch's operations draw, in the order of eager steps; in a graph torch's replay
+                then writes seed and offset by two launches of one number for each generator.
     Follows     Without a new capture: everything written to the replay, learning rates, statistics of the normaliser,
                 ``gamma``, ``target_entropy`` and whatever else changes in place. Other options of the optimizers,
                 ``tau`` and ``max_grad_norm`` are read at capture.
@@ -91,10 +98,10 @@ class FastSACStepper(GradientSteps):
                 f"FastSACStepper: steps_per_graph must be a multiple of policy_frequency={frequency}, got "
                 f"{steps_per_graph}."
             )
-        super().__init__(learner, compile=compile)
+        super().__init__(learner, compile=compile, most=self.steps_per_graph)
         self._capturing = capture
         self._sampling: GraphSampling | None = None
-        self._static: Transition | None = None
+        self._static: StaticBatch | None = None
         # The capture's own, and that of its draws; made when the first graph is.
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         # By kind: whether it samples, how many steps it takes, whether a single one has the actor's turn.
@@ -122,13 +129,12 @@ class FastSACStepper(GradientSteps):
             done (int): steps taken before, which say whether it is the actor's turn.
         """
         with_actor = self._is_actors_turn(done)
-        if not self._capturing:
-            self._choose_metrics(False, batch)
-            self._run([with_actor], lambda: batch)
-        else:
-            with torch.cuda.device(self.device):
+        with self._on_device():
+            if not self._capturing:
+                self._take_one(False, lambda _: batch, with_actor, self._counters(False))
+            else:
                 self._fill(self.losses.read(batch))
-                self._graph(False, 1, with_actor).replay()
+                self._replay(self._graph(False, 1, with_actor), False, 1)
         self._has_actor_loss = self._has_actor_loss or with_actor
 
     def launch(self, replay: ReplayBuffer, most: int, *, done: int) -> int:
@@ -137,38 +143,83 @@ class FastSACStepper(GradientSteps):
         Raises:
             NotCapturedError: if capturing failed. No step was taken.
         """
-        if not self._capturing:
+        if not self._can_draw(replay):
             self.step(replay.sample(), done=done)
             return 1
-        reason = why_not_inside(replay, self.device)
-        if reason is not None or not GraphSampling.can_draw(replay):
-            if reason is not None:
-                self._say(f"batches are sampled outside of the graph, because {reason}")
-            self.step(replay.sample(), done=done)
-            return 1
-        if self._sampling is None or not self._sampling.matches(replay):
-            self.reset()
-            self._sampling = GraphSampling(replay)
-        whole = done % self._frequency == 0 and most >= self.steps_per_graph
+        sampling = self._sample_from(replay)
+        whole = self._capturing and done % self._frequency == 0 and most >= self.steps_per_graph
         count = self.steps_per_graph if whole else 1
         with_actor = whole or self._is_actors_turn(done)
-        with torch.cuda.device(self.device):
-            graph = self._graph(True, count, with_actor)
-            with self._sampling.launching():
-                graph.replay()
+        with self._on_device():
+            graph = self._graph(True, count, with_actor) if self._capturing else None
+            with sampling.launching():
+                if graph is None:
+                    self._take_one(True, sampling.draw, with_actor, self._counters(True))
+                else:
+                    self._replay(graph, True, count)
         self._has_actor_loss = self._has_actor_loss or with_actor
         return count
 
+    def prepare(self, replay: ReplayBuffer) -> None:
+        """Compiles and captures the whole graph that :meth:`launch` of a replay takes; no step is taken.
+
+        Raises:
+            NotCapturedError: if capturing failed.
+        """
+        if self._capturing and self._can_draw(replay):
+            self._sample_from(replay)
+            with self._on_device():
+                self._graph(True, self.steps_per_graph, True)
+
+    def _sample_from(self, replay: ReplayBuffer) -> GraphSampling:
+        if self._sampling is None or not self._sampling.matches(replay):
+            self.reset()
+            self._sampling = GraphSampling(replay, self._counter, self.steps_per_graph)
+        return self._sampling
+
+    def _can_draw(self, replay: ReplayBuffer) -> bool:
+        """Whether batches are drawn here; without graphs only kernels are."""
+        if not self._capturing and self._counter is None:
+            return False
+        reason = why_not_inside(replay, self.device)
+        if reason is not None:
+            self._say(f"batches are sampled outside of the graph, because {reason}")
+        return reason is None and GraphSampling.can_draw(replay)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        used = self._capturing or self.device.type == "cuda"
+        return torch.cuda.device(self.device) if used else nullcontext()
+
+    def _counters(self, inside: bool) -> list[CounterDraws]:
+        """Of one kind of graph: of noise, and of rows where that is another."""
+        rows = self._sampling.counter if inside and self._sampling is not None else None
+        return [counter for counter in dict.fromkeys((self._counter, rows)) if counter is not None]
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, inside: bool, count: int) -> None:
+        counters = self._counters(inside)
+        for counter in counters:
+            counter.place()
+        graph.replay()
+        for counter in counters:
+            counter.launched(count)
+
     # ------------------------------------------------------------------ capturing
 
-    def _run_beside(self, pattern: Sequence[bool], sample: Callable[[], TensorDictBase]) -> None:
-        """The same inside a capture, draws on a branch of their own: their small kernels hide behind large ones."""
+    def _run_beside(self, pattern: Sequence[bool], inside: bool) -> None:
+        """Takes one step per entry of ``pattern``, which says whether the actor has its turn, inside a capture.
+
+        Draws have a branch of their own: their small kernels hide behind large ones.
+        """
         main, branch = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", self._streams)
         branch.wait_stream(main)
         made: list[tuple[Draws, torch.cuda.Event]] = []
+        source = self._source(inside)
         with torch.cuda.stream(branch):
-            for with_actor in pattern:
-                draws, event = self._draw(sample, with_actor), torch.cuda.Event()
+            for turn, with_actor in enumerate(pattern):
+                draws, event = self._draw(source, with_actor, turn), torch.cuda.Event()
+                if turn == len(pattern) - 1:
+                    for counter in self._counters(inside):
+                        counter.advance(len(pattern))
                 event.record(branch)
                 made.append((draws, event))
         self.updates.refresh()
@@ -178,14 +229,10 @@ class FastSACStepper(GradientSteps):
             self._take(draws)
 
     def _fill(self, batch: Transition) -> None:
-        fresh = _tensors(batch)
-        own = [] if self._static is None else _tensors(self._static)
-        if own and [leaf.shape for leaf in own] == [leaf.shape for leaf in fresh]:
-            torch._foreach_copy_(own, fresh)
-            return
-        if own:
-            self.reset()
-        self._static = _rebuilt(batch, [leaf.clone() for leaf in fresh])
+        if self._static is None or not self._static.take(batch):
+            if self._static is not None:
+                self.reset()
+            self._static = StaticBatch(batch)
 
     def _graph(self, inside: bool, count: int, with_actor: bool) -> torch.cuda.CUDAGraph:
         graph = self._graphs.get((inside, count, with_actor))
@@ -211,14 +258,13 @@ class FastSACStepper(GradientSteps):
         # Thread-local: other threads, a collector's for one, may go on using the device.
         options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         with launching, torch.cuda.graph(graph, **options):
-            self._run_beside(pattern, self._source(inside))
+            self._run_beside(pattern, inside)
         return graph
 
-    def _source(self, inside: bool) -> Callable[[], Any]:
-        return self._sampling.draw if inside and self._sampling is not None else self._static_batch
-
-    def _static_batch(self) -> Any:
-        return self._static
+    def _source(self, inside: bool) -> Callable[[int], Any]:
+        if inside and self._sampling is not None:
+            return self._sampling.draw
+        return lambda _: cast(StaticBatch, self._static).batch
 
     def _warm_up(self, inside: bool) -> None:
         """Compiles and allocates in steps of which no trace is left."""
@@ -232,8 +278,10 @@ class FastSACStepper(GradientSteps):
         states = [(generator, generator.get_state()) for generator in generators]
         before: list[tuple[Tensor, Tensor]] = []
         try:
-            batch = self._source(inside)()
-            self._choose_metrics(inside, batch)
+            batch = self._source(inside)(0)
+            for counter in self._counters(inside):
+                counter.advance(0)
+            self._choose_metrics(inside, self.losses.read(batch))
             before = [(tensor, tensor.clone()) for tensor in (*self.updates.changed(), self._metrics)]
             try:
                 self._rehearse(batch)
@@ -259,19 +307,7 @@ class FastSACStepper(GradientSteps):
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_STEPS):
-                self._run([False, True], lambda: batch)
+                self.updates.refresh()
+                for with_actor in (False, True):
+                    self._take(self._draw(lambda _: batch, with_actor))
         current.wait_stream(stream)
-
-
-def _tensors(batch: Transition) -> list[Tensor]:
-    leaves = [*batch.observations, *batch.next_observations, *batch[2:]]
-    return [leaf for leaf in leaves if leaf is not None]
-
-
-def _rebuilt(batch: Transition, leaves: list[Tensor]) -> Transition:
-    count = len(batch.observations)
-    weight = None if batch.weight is None else leaves[-1]
-    action, reward, terminated, discount = leaves[2 * count : 2 * count + 4]
-    return Transition(
-        tuple(leaves[:count]), tuple(leaves[count : 2 * count]), action, reward, terminated, discount, weight
-    )
