@@ -8,6 +8,10 @@ PIP_ARGS ?=
 # Cases of `make bench`.
 CASES ?= ingest sample sample_nstep routed_extend ensemble_sample write_back dreamer_replay_path prioritized \
 	ring_host_drain ring_push weight_sync
+# Of `make bench-suite` and `make bench-compare`: short or full; the revision to compare with, and which benchmarks.
+SUITE ?= short
+BASE ?= main
+KEYWORD ?= ours
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
@@ -16,10 +20,11 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-long coverage fastsac dreamer doctor lint format docs bench clean
+.PHONY: help install test test-long coverage fastsac dreamer doctor lint format docs bench bench-install \
+	bench-suite bench-compare bench-summary clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## create .venv with the tested versions of constraints.txt (does nothing when up to date)
 
@@ -58,20 +63,34 @@ dreamer: $(INSTALLED) ## train DreamerV3, preset pendulum (options: ARGS="preset
 doctor: $(INSTALLED) ## say what this machine has and can do, and whether the presets can run
 	$(BIN)/python -m torchrl_ext.doctor $(ARGS)
 
-lint: $(VENV)/.installed-lint ## ruff (rules and format) and mypy
+lint: $(VENV)/.installed-lint ## ruff (rules and format), mypy, and actionlint where it is installed
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	@if command -v actionlint >/dev/null; then actionlint; else \
+		echo "make lint: the workflows were not checked, actionlint is not installed (https://github.com/rhysd/actionlint)"; fi
 
 format: $(VENV)/.installed-lint ## sort imports, fix what ruff can fix, format
 	$(BIN)/python -m ruff check --fix-only .
 	$(BIN)/python -m ruff format .
 
 docs: $(VENV)/.installed-docs ## build the documentation in docs/_build/html
-	$(BIN)/python -m sphinx -b html docs docs/_build/html $(ARGS)
+	$(BIN)/python -m sphinx -W -n --keep-going -b html docs docs/_build/html $(ARGS)
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-peers ## compare with the peers (CASES="ingest sample" ARGS="--device cuda")
 	$(BIN)/python benchmarks/compare.py $(CASES) $(ARGS)
+
+bench-install: $(VENV)/.installed-bench $(VENV)/.installed-peers ## install what the benchmarks use
+
+# Not the options of the tests: no examples of docstrings, and a full benchmark takes minutes.
+bench-suite: bench-install ## pytest-benchmark (SUITE=full ARGS="--device cuda")
+	$(BIN)/python -m pytest benchmarks/test_*_benchmark.py -o addopts=-ra --timeout=1800 --suite $(SUITE) $(ARGS)
+
+bench-compare: bench-install ## is this tree slower than BASE=main? (ARGS="--pairs 8")
+	$(BIN)/python benchmarks/compare_revisions.py $(BASE) --keyword "$(KEYWORD)" $(ARGS) -- --suite $(SUITE)
+
+bench-summary: $(INSTALLED) ## write the README's table from benchmarks/reports (ARGS=--check)
+	$(BIN)/python benchmarks/summary.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs (keeps outputs/)
 	rm -rf $(VENV) build dist docs/_build docs/reference/generated htmlcov .coverage .coverage.* \

@@ -38,6 +38,10 @@ EXTRAS = {
     ],
     "test": [
         "hypothesis>=6.100",
+        # The notebooks of docs/notebooks are run.
+        "ipykernel>=6.29",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
         "pytest>=8",
         "pytest-cov>=5",
         "pytest-timeout>=2.3",  # first with --session-timeout

@@ -27,7 +27,7 @@ from typing import Any
 os.environ.setdefault("RL_WARNINGS", "0")
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "sota_implementations" / "dreamer_v3"
-for path in (ROOT, SCRIPT):
+for path in (ROOT, SCRIPT.parent, SCRIPT):
     sys.path.insert(0, str(path))
 
 import hydra  # noqa: E402

@@ -166,7 +166,8 @@ def test_busy_publisher_never_shows_a_torn_or_an_older_value():
 def read_snapshots(handle: Any, snapshots: int, results: Any) -> None:
     reader, accepted, last = CudaSlotReader.open(handle), 0, 0
     out = torch.zeros(handle.nbytes, dtype=torch.uint8, device=reader.device)
-    torn, deadline = torch.zeros((), dtype=torch.bool, device=reader.device), time.monotonic() + DEADLINE + snapshots / 500
+    torn = torch.zeros((), dtype=torch.bool, device=reader.device)
+    deadline = time.monotonic() + DEADLINE + snapshots / 500
     while accepted < snapshots and time.monotonic() < deadline:
         version = reader.read(out)
         if version is None:
