@@ -23,7 +23,7 @@ class PackedRunCollector:
                 observation, which is kept apart. No reset observation stands in, no row is wasted.
     Ownership   a run is borrowed: its rows and tail are overwritten by the next :meth:`collect`. A host storage has
                 copied them when ``extend_batch`` returns.
-    Cost        no allocation per step but the policy's; the environment's own loop is :meth:`EnvPoolEnv.step_into`.
+    Cost        no allocation per step but the policy's; the environment's own loop is ``EnvPoolEnv.step_into``.
 
     Args:
         env (EnvPoolEnv): on the host. The collector resets it (:meth:`start`) and closes it.

@@ -700,7 +700,7 @@ class RingCollector(BaseCollector):
         return 0 if self._scheme is None else self._scheme.version
 
     def weights_arrived(self) -> bool:
-        """Whether everything that :meth:`update_policy_weights_` sent can be seen by the workers; never waits."""
+        """Whether everything that ``update_policy_weights_`` sent can be seen by the workers; never waits."""
         return self._scheme is None or self._scheme.poll()
 
     @property

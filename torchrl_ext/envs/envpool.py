@@ -157,7 +157,7 @@ class EnvPoolEnv(EnvBase):
             Finals, optional: the final observations of the streams that ended, None when none did.
 
         Raises:
-            RuntimeError: before the first ``reset``, or while a stream that :meth:`step` ended waits for its reset.
+            RuntimeError: before the first ``reset``, or while a stream that ``step`` ended waits for its reset.
             ValueError: if ``action`` or a leaf of ``row`` has a wrong shape, dtype or device, or another environment
                 bound the row. Nothing was stepped or written.
 

@@ -139,7 +139,7 @@ class CudaIpcConsumer(RingConsumer):
         self._known = self._read  # slots known to be complete
 
     def restart(self) -> int:
-        """See :meth:`RingConsumer.restart`."""
+        """See ``RingConsumer.restart``."""
         dropped = super().restart()
         self._known = self._read
         return dropped

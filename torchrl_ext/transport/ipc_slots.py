@@ -44,7 +44,8 @@ class CudaSeqlockSlots:
                once an event behind the copy is done. So nothing is visible before it is true, the host never waits, and
                no reader's stream waits for an event of this process.
     Full       ``publish`` returns None and changes nothing while the last version's copy is under way.
-    Empty, Death   as there.
+    Empty      As there.
+    Death      As there.
     Lifetime   The memory must outlive its readers. It is freed once :meth:`forget` was called for every export.
 
     One thread at a time, outside of CUDA graph captures.
@@ -153,7 +154,7 @@ class CudaSeqlockSlots:
 
 
 class CudaSlotReader:
-    """The reading end of :class:`CudaSeqlockSlots`, in another process; make it with :meth:`open`."""
+    """The reading end of :class:`CudaSeqlockSlots`, in another process; make it with ``open``."""
 
     def __init__(self, memory: torch.Tensor, nbytes: int, counters: Segment) -> None:
         self.nbytes, self.device = nbytes, memory.device

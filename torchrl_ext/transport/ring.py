@@ -66,7 +66,7 @@ class Span:
 
     @property
     def run(self) -> PackedRun:
-        """The steps as a run for :meth:`SlotStorage.extend_batch`; raises ``RuntimeError`` once committed."""
+        """The steps as a run for ``SlotStorage.extend_batch``; raises ``RuntimeError`` once committed."""
         if self._run is None:
             raise RuntimeError(
                 f"Span: steps {self.first_step} to {self.first_step + self.num_steps - 1} were committed and may be "
