@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
+from test_tensorboard_layout import charts_of
 
 pytest.importorskip("hydra")
 envpool = pytest.importorskip("envpool")
@@ -37,6 +39,7 @@ TINY = [
 NETWORKS = [f"networks.{size}" for size in ("belief=16", "categoricals=3", "classes=4", "hidden=8", "bins=15")]
 PENDULUM = ["preset=pendulum", *TINY, *NETWORKS, "total_frames=80", "learner.train_ratio=6", "log.every=20"]
 PENDULUM += ["eval.episodes=1", "eval.max_steps=5", "env.max_episode_steps=7"]
+ON_CUDA = ["device=cuda", "collector.policy_device=learner", "learner.compile=false", "learner.cuda_graph=false"]
 OUTCOME = [("next", key) for key in ("observation", "reward", "done", "terminated", "truncated")]
 
 
@@ -44,12 +47,13 @@ OUTCOME = [("next", key) for key in ("observation", "reward", "done", "terminate
 def script():
     """The script's modules, importable as they are when it is run."""
     sys.path.insert(0, str(SCRIPT.parent))
-    import dreamer_envs
+    import dreamer_v3  # it finds the folder that scripts share
+    import dreamer_envs  # isort: skip
     import dreamer_learner
     import dreamer_networks
     import dreamer_replay
     import dreamer_run
-    import dreamer_v3
+    from common.loop_control import StopSignal
 
     yield SimpleNamespace(
         main=dreamer_v3,
@@ -58,6 +62,7 @@ def script():
         networks=dreamer_networks,
         replay=dreamer_replay,
         run=dreamer_run,
+        StopSignal=StopSignal,
     )
     sys.path.remove(str(SCRIPT.parent))
 
@@ -77,6 +82,10 @@ def settings_of(script, *overrides):
     with hydra.initialize_config_dir(str(SCRIPT.parent / "config"), version_base="1.3"):
         cfg = hydra.compose("dreamer_v3", overrides=list(overrides))
     return script.main.Settings.from_dict(OmegaConf.to_container(cfg, resolve=True))
+
+
+def make_env(script, settings, *, num_envs):
+    return script.envs.make_env(settings, num_envs=num_envs, seed=0, num_threads=1, evaluate=False)
 
 
 def make_run(script, folder, *overrides):
@@ -103,7 +112,8 @@ def last(folder):
 def finished(script, tmp_path_factory):
     """A run from the first step to the last."""
     folder = tmp_path_factory.mktemp("finished")
-    return SimpleNamespace(folder=folder, text=train(script, folder, "learner.train_ratio=9"))
+    options = ["learner.train_ratio=9", "collector.policy_device=learner"]
+    return SimpleNamespace(folder=folder, text=train(script, folder, *options))
 
 
 class Parts:
@@ -113,11 +123,10 @@ class Parts:
         self.settings = settings_of(script, *overrides)
         env_settings, device = self.settings.env, torch.device("cpu")
         torch.manual_seed(0)
-        self.env = script.envs.make_env(env_settings, num_envs=env_settings.num_envs, seed=0)
+        self.env = make_env(script, env_settings, num_envs=env_settings.num_envs)
         self.spaces = script.envs.spaces_of(self.env, env_settings)
         networks = script.networks.make_networks(self.settings.networks, self.spaces, device)
         self.policy = networks.policy
-        script.envs.carry(self.env, self.policy.carried)
         self.learner = script.learner.Learner(
             networks, self.settings.learner, self.settings.networks, pixels=self.spaces.pixels, device=device
         )
@@ -192,6 +201,19 @@ class TestWholeRun:
         shares = [line for line in lines(finished.folder) if "write_back/stale_share" in line][-1]
         names = ("applied", "stale", "superseded")
         assert sum(shares[f"write_back/{name}_share"] for name in names) == pytest.approx(1)
+
+    def test_every_metric_is_in_one_chart_but_parts_of_stages_which_are_in_none(self, finished):
+        """row A10"""
+        names = {name for line in lines(finished.folder) for name in line} - {"frames"}
+        assert {"learner/loss_actor", "learner/loss_model_reco", "write_back/stale_share", "train_ratio"} <= names
+        assert {name: len(charts_of(name)) for name in names} == {name: name.count("/") < 2 for name in names}
+
+    def test_first_level_stages_of_learner_and_workers_are_logged(self, finished):
+        """row A10"""
+        told = {name: value for line in lines(finished.folder) for name, value in line.items()}
+        learner, workers = ("drain", "sample", "update", "write_back", "publish"), ("policy", "env", "push", "wait")
+        assert all(told[f"learner/{stage}_ms"] > 0 for stage in learner)
+        assert all(told[f"collector/{stage}_ms"] > 0 for stage in (*workers, "weights"))
 
     def test_the_walker_preset_expects_1100000_updates(self, script):
         """case 57"""
@@ -334,12 +356,45 @@ class TestCollection:
         assert goes_on.sum() > 50
         assert torch.allclose(rows.belief[1:][goes_on], wanted[goes_on], atol=1e-6)
 
+    @torch.no_grad()
+    def test_memory_is_the_policys_own_and_begins_anew_with_an_episode_or_another_batch(self, parts):
+        policy = parts(*PENDULUM).policy
+        estimator, other = policy.estimator, policy.twin()
+        assert list(other.parameters())[0] is list(policy.parameters())[0]
+
+        def act(policy, is_init):
+            flags = torch.tensor(is_init).unsqueeze(-1)
+            return policy(TensorDict(observation=torch.ones(len(is_init), 3), is_init=flags, batch_size=[len(is_init)]))
+
+        def belief_after(row):
+            return estimator.prior._update_belief(row["state"], row["belief"], row["action"])
+
+        first = act(policy, [True, True])
+        act(other, [True, True, True])
+        second = act(policy, [False, True])
+        assert set(second.keys()) == {"observation", "is_init", "state", "belief", "action"}
+        assert torch.allclose(second["belief"][0], belief_after(first)[0], atol=1e-6)
+        assert torch.allclose(second["belief"][1], first["belief"][1], atol=1e-6), "a first step knows nothing"
+        third = act(policy, [False] * 3)  # whatever the flags say, these streams are others
+        assert torch.allclose(third["belief"], first["belief"][:1].expand(3, -1), atol=1e-6)
+
+    def test_memory_stays_on_the_device_of_the_policy(self, parts):
+        policy = parts(*PENDULUM).policy
+        policy._remembered(torch.Size([2]), torch.device("cpu"))
+        elsewhere = policy._remembered(torch.Size([2]), torch.device("meta"))
+        assert {value.device.type for value in elsewhere.values()} == {"meta"}
+
+    @pytest.mark.gpu
+    def test_workers_act_on_the_learners_gpu(self, script, tmp_path):
+        text = train(script, tmp_path, *ON_CUDA)
+        assert "updates: 33 measured, 33 expected" in text
+
     def test_the_stochastic_state_is_one_of_each_categorical(self, rows):
         assert torch.equal(rows.state.unflatten(-1, (3, 4)).sum(-1), torch.ones(*rows.state.shape[:2], 3))
 
     def test_continuous_actions_are_clipped_and_scaled_and_rows_keep_what_the_actor_gave(self, script):
         settings = settings_of(script, *PENDULUM)
-        env = script.envs.make_env(settings.env, num_envs=2, seed=0)
+        env = make_env(script, settings.env, num_envs=2)
         seen = []
         env.base_env._step, step = lambda td: (seen.append(td["action"].clone()), step(td))[1], env.base_env._step
         root = env.reset().set("action", torch.tensor([[3.0], [-0.25]]))
@@ -351,7 +406,7 @@ class TestCollection:
     def test_discrete_actions_arrive_as_the_environment_takes_them(self, script, backend, wanted):
         pytest.importorskip("gymnasium")
         settings = settings_of(script, *PENDULUM, "env.task=CartPole-v1", f"env.backend={backend}")
-        env = script.envs.make_env(settings.env, num_envs=2, seed=0)
+        env = make_env(script, settings.env, num_envs=2)
         seen = []
         env.base_env._step, step = lambda td: (seen.append(td["action"].clone()), step(td))[1], env.base_env._step
         row, _ = env.step_and_maybe_reset(env.reset().set("action", torch.tensor([[0.0, 1.0], [1.0, 0.0]])))
@@ -377,7 +432,7 @@ class TestResume:
                     if isinstance(value, torch.Tensor):
                         assert torch.equal(value, saved["learner"]["loss"][key]), key
                 old = {name: run.replay.storage[name][39].clone() for name in ("observation", "belief")}
-                with script.main.StopSignal() as stop:
+                with script.StopSignal() as stop:
                     run.train(stop)
                 assert run.counters.frames == 120 and run.governor.updates == int(53 * 1.5)
                 assert len(run.replay) == 120, "the rows before are still there"
@@ -407,13 +462,19 @@ class TestResume:
             assert "stopped by a signal" in out.getvalue() and last(tmp_path / "first")["replay"] is None
             assert first.write_backs.submitted * 12 == sum(first.write_backs.rows.values()) == 9 * 12
             # Loading needs no worker, which takes seconds to start.
-            idle = SimpleNamespace(load_state_dict=lambda state: None, shutdown=lambda: None)
+            idle = SimpleNamespace(
+                load_state_dict=lambda state: None, hold_at=lambda frames: None, shutdown=lambda: None
+            )
             monkeypatch.setattr(script.main.Run, "_make_collector", lambda run: idle)
             second = make_run(script, tmp_path / "second", f"resume_from={tmp_path / 'first'}", "total_frames=8000")
             try:
                 frames = second.counters.frames
                 assert frames == first.counters.frames and second.governor.updates == 9 and not len(second.replay)
                 assert second.governor.expected(frames + 14) == 9 and second.governor.expected(frames + 16) == 10
+                # 7 vector steps of the second warm-up are left out, as those of the first are.
+                second.counters.frames += 14 + 32
+                second.governor.count(8)
+                assert second.train_ratio == pytest.approx(8 * 12 / 32)
             finally:
                 second.close()
 
@@ -429,6 +490,19 @@ class TestResume:
         more = ["collector.learning_starts=24", f"resume_from={finished.folder}"]
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(ValueError, match=message):
             make_run(script, tmp_path, *more, override)
+
+    def test_a_checkpoint_whose_replay_is_foreign_changes_nothing(self, script, parts, finished):
+        part = parts(*PENDULUM, "replay.capacity=100")
+        governor = script.run.make_governor(part.settings)
+        state = script.run.DreamerState(
+            task="Pendulum-v1", num_envs=2, learner=part.learner, governor=governor, replay=part.replay
+        )
+        before = [value.detach().clone() for value in part.learner.loss.parameters()]
+        with pytest.raises(ValueError, match="capacity"):
+            state.load(finished.folder)
+        after = list(part.learner.loss.parameters())
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        assert state.counters.frames == governor.updates == len(part.replay) == 0
 
 
 class TestPresets:

@@ -2,6 +2,7 @@
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
 """The FastSAC script with workers that collect while the learner learns, and what is made of its checkpoints."""
 
+import json
 import os
 import signal
 import subprocess
@@ -52,7 +53,7 @@ class TestGovernor:
     @pytest.mark.parametrize("slow", ["learner", "collector"])
     def test_strict_ratio_holds(self, build, monkeypatch, slow):  # noqa: F811
         run = build(*ASYNC, "learner.updates_per_step=1")
-        target, name = (run.state.learner, "update_from") if slow == "learner" else (run.source, "feed")
+        target, name = (run.state.learner, "update") if slow == "learner" else (run.source, "feed")
         whole = getattr(target, name)
 
         def slowly(*args, **kwargs):
@@ -104,7 +105,7 @@ class TestGate:
 class TestMetrics:
     def test_lag_and_shares_are_told(self, script, tmp_path):  # noqa: F811
         folder = train(script, tmp_path / "run", *ASYNC)
-        told = {key for line in lines(folder) for key in line}
+        told = {key for line in (folder / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
         assert {"collector/policy_lag_updates", "learner/busy_share", "collector/ring_fill", "collector/env_ms"} <= told
         lags = [
             line["collector/policy_lag_updates"] for line in lines(folder) if "collector/policy_lag_updates" in line

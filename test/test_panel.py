@@ -155,6 +155,20 @@ class TestOverview:
         expected += ["11.3 updates", "2.325 ms", "91 %", "0.25 per frame", "0.2499 per frame", "return 871.3"]
         assert not [text for text in expected if text not in shown]
 
+    @pytest.mark.parametrize(("wait", "shown"), [(28.591, "28.6"), (1234.5, "1,234")])
+    @pytest.mark.parametrize("width", [80, 120])
+    def test_long_waits_find_room_with_their_share(self, wait, shown, width):
+        metrics = {"collector/wait_ms": wait, "collector/env_ms": wait / 4}
+        assert f"{shown} ms/step (80 %)" in "\n".join(lines_of(width=width, metrics=metrics))
+
+    def test_write_back_and_train_ratio_are_shown_where_they_are_measured(self):
+        metrics = {"train_ratio": 31.98, "train_ratio/requested": 32.0, "write_back/pending": 2.0}
+        metrics |= {"write_back/wait_ms": 1.25, "write_back/stale_share": 0.012, "write_back/superseded_share": 0.1}
+        shown = "\n".join(lines_of(metrics=metrics))
+        expected = ["31.98 of 32", "1.25 ms, 2 pending", "Rows stale        1.2 %", "Rows superseded   10.0 %"]
+        assert not [text for text in expected if text not in shown]
+        assert not re.search("Train ratio|Write-back|Rows stale", "\n".join(lines_of()))
+
     def test_unknown_metrics_are_not_available(self):
         shown = "\n".join(lines_of(metrics={}))
         for name in ("Return, training", "Collector wait", "Ring fill", "Policy lag", "Learner busy", "UTD requested"):

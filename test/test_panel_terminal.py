@@ -120,13 +120,22 @@ class Screen:
 class Session:
     """A program on a pseudo-terminal of its own."""
 
-    def __init__(self, program: str, *, columns: int = 80, lines: int = 24, stdin: int | None = None) -> None:
+    def __init__(
+        self,
+        program: str | list[str],
+        *,
+        columns: int = 80,
+        lines: int = 24,
+        stdin: int | None = None,
+        deadline=DEADLINE,
+    ) -> None:
+        self._deadline = deadline
         self.master, self.slave = pty.openpty()
         self.resize(columns, lines)
         self.before = termios.tcgetattr(self.slave)
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + textwrap.dedent(program)],
+            program if isinstance(program, list) else [sys.executable, "-c", PROLOGUE + textwrap.dedent(program)],
             cwd=ROOT,
             env={**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "TORCHRL_EXT_CPU_SPECTRUM": ""},
             stdin=self.slave if stdin is None else stdin,
@@ -150,7 +159,7 @@ class Session:
         """Reads until something is seen; returns the seconds it took."""
         started = time.monotonic()
         while not condition(self.screen):
-            assert time.monotonic() - started < DEADLINE, f"not seen: {what}\n" + "\n".join(self.screen.rows)
+            assert time.monotonic() - started < self._deadline, f"not seen: {what}\n" + "\n".join(self.screen.rows)
             self.read(0.01)
         return time.monotonic() - started
 
@@ -193,7 +202,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def session(program: str, **options) -> Iterator[Session]:
+def session(program: str | list[str], **options) -> Iterator[Session]:
     running = Session(program, **options)
     try:
         yield running

@@ -1,20 +1,16 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""Environments as the recurrent policy needs them: scaled or one-hot actions, marks of first steps, carried state."""
+"""Environments as the recurrent policy needs them: scaled or one-hot actions, marks of first steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from dreamer_settings import EnvSettings
-from dreamer_shared import PlainEnvSettings, make_plain_env
-from tensordict import TensorDictBase
-from torchrl.data import Bounded, Composite, OneHot, TensorSpec, Unbounded
-from torchrl.envs import Compose, EnvBase, InitTracker, TensorDictPrimer, Transform, TransformedEnv
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from common import env_factory
+from common.setting_groups import EnvSettings
+from torchrl.data import Bounded, Composite, OneHot, TensorSpec
+from torchrl.envs import Compose, EnvBase, InitTracker, Transform, TransformedEnv
 
 OBSERVATION = "observation"
 
@@ -78,50 +74,20 @@ class ActorActions(Transform):
 
 
 def make_env(
-    settings: EnvSettings, *, num_envs: int, seed: int, carried: Mapping[str, int] | None = None
+    settings: EnvSettings, *, num_envs: int, seed: int, num_threads: int | None, evaluate: bool
 ) -> TransformedEnv:
-    """Makes ``num_envs`` streams with batch size ``[num_envs]`` on the host.
-
-    Args:
-        settings (EnvSettings): the task.
-
-    Keyword Args:
-        num_envs (int): streams.
-        seed (int): base seed.
-        carried (Mapping[str, int], optional): what a recurrent policy carries from step to step, by number of
-            features; zero at the first step of an episode. Defaults to nothing, see :func:`carry`.
+    """Makes ``num_envs`` streams with batch size ``[num_envs]`` on the host; see :func:`common.env_factory.make_env`.
 
     Raises:
         ImportError, ValueError: if the backend is not installed, or the task, an option or an action space is wrong.
     """
-    plain = PlainEnvSettings(
-        task=settings.task,
-        backend=settings.backend,
-        num_envs=num_envs,
-        num_threads=settings.num_threads,
-        thread_affinity_offset=None,
-        max_episode_steps=settings.max_episode_steps,
-        train_episode_steps=None,
-        workers="serial",
-        options=settings.options,
-        actor_keys=None,
-        critic_keys=None,
-    )
-    env = make_plain_env(plain, num_envs=num_envs, seed=seed, num_threads=settings.num_threads, evaluate=False)
+    env = env_factory.make_env(settings, num_envs=num_envs, seed=seed, num_threads=num_threads, evaluate=evaluate)
     try:
         actions = ActorActions(env.action_spec, env.batch_size)
     except ValueError as error:
+        env.close()
         raise ValueError(f"env.task {settings.task!r} cannot be driven: {error}") from error
-    made = TransformedEnv(env, Compose(actions, InitTracker()))
-    if carried is not None:
-        carry(made, carried)
-    return made
-
-
-def carry(env: TransformedEnv, carried: Mapping[str, int]) -> None:
-    """Has an environment carry the state of a recurrent policy; see :func:`make_env`."""
-    specs = {key: Unbounded(size) for key, size in carried.items()}
-    env.append_transform(TensorDictPrimer(specs, default_value=0.0, expand_specs=True))
+    return TransformedEnv(env, Compose(actions, InitTracker()))
 
 
 def spaces_of(env: EnvBase, settings: EnvSettings) -> Spaces:
@@ -143,47 +109,3 @@ def spaces_of(env: EnvBase, settings: EnvSettings) -> Spaces:
         )
     action = env.action_spec
     return Spaces(observation=shape, action=action.shape[-1], discrete=isinstance(action, OneHot))
-
-
-@torch.no_grad()
-def evaluate(
-    env: EnvBase,
-    policy: Callable[[TensorDictBase], TensorDictBase],
-    *,
-    seed: int,
-    max_steps: int,
-    device: torch.device,
-    in_keys: Sequence[Any],
-    should_stop: Callable[[], bool] = lambda: False,
-) -> list[float] | None:
-    """Returns the return of each stream's first episode, acting with the mode of the policy.
-
-    Args:
-        env (EnvBase): with the policy's carried state; one stream per episode.
-        policy (callable): recurrent.
-
-    Keyword Args:
-        seed (int): of the environment, the same each time.
-        max_steps (int): an episode that has not ended by then is counted as it is.
-        device (torch.device): of the policy.
-        in_keys (sequence of NestedKey): what the policy reads.
-        should_stop (callable): asked at every step; None is returned when it says yes.
-    """
-    forked = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=forked), set_exploration_type(ExplorationType.DETERMINISTIC):
-        # The posterior is sampled in any mode.
-        torch.manual_seed(seed)
-        env.set_seed(seed)
-        root = env.reset()
-        total = torch.zeros(env.batch_size, dtype=torch.float64)
-        alive = torch.ones(env.batch_size, dtype=torch.bool)
-        for _ in range(max_steps):
-            if should_stop():
-                return None
-            root.update(policy(root.select(*in_keys).to(device)).to("cpu"))
-            row, root = env.step_and_maybe_reset(root)
-            total += row["next", "reward"].reshape(-1) * alive
-            alive &= ~row["next", "done"].reshape(-1)
-            if not alive.any():
-                break
-    return total.tolist()

@@ -141,18 +141,22 @@ class Learner:
         """Returns parameters, targets, statistics of returns, and the optimizer's state."""
         return {"loss": dict(self.loss.state_dict()), "stepper": self.stepper.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`.
-
-        Raises:
-            ValueError: for a state of other networks. Nothing was changed.
-        """
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` for a state of other networks; changes nothing."""
         own = self.loss.state_dict()
         shapes = {key: tuple(value.shape) for key, value in own.items() if isinstance(value, torch.Tensor)}
         given = {key: tuple(value.shape) for key, value in state["loss"].items() if isinstance(value, torch.Tensor)}
         if shapes != given:
             wrong = sorted(key for key in shapes.keys() | given.keys() if shapes.get(key) != given.get(key))
             raise ValueError(f"networks must have the sizes that were saved, got others at {wrong[:3]}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores :meth:`state_dict`.
+
+        Raises:
+            ValueError: for a state of other networks. Nothing was changed.
+        """
+        self.check_state_dict(state)
         self.loss.load_state_dict(state["loss"])
         self.stepper.load_state_dict(state["stepper"])
 

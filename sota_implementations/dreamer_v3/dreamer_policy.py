@@ -1,9 +1,10 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""The policy that acts in the real environment, with latents that it carries from step to step."""
+"""The policy that acts in the real environment, with latents that it remembers from step to step."""
 
 from __future__ import annotations
 
+import torch
 from dreamer_envs import OBSERVATION
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
@@ -12,14 +13,16 @@ from torchrl.modules import RSSMPosteriorV3, RSSMPriorV3, RSSMStateEstimatorV3
 
 __all__ = ["RecurrentPolicy"]
 
+_REMEMBERED = ("state", "belief", "previous_action")
+
 
 class RecurrentPolicy(TensorDictModuleBase):
     """Acts in the real environment: updates its latents from an observation, then samples an action.
 
-    The latents of the step before and its action are carried under ``"carried_state"``, ``"carried_belief"`` and
-    ``"previous_action"``, and ignored where ``"is_init"``. It writes ``"state"``, ``"belief"`` (float32, those of
-    the current observation, which rows keep), ``"action"`` and the carried ones of the next step. Shares all
-    parameters with the networks that learn.
+    It writes ``"state"``, ``"belief"`` (float32, those of the current observation, which rows keep) and ``"action"``,
+    and remembers them for the next step of the same streams: on its own device, so that observations and actions alone
+    travel between host and device. Where ``"is_init"`` they are ignored. Another batch or device begins anew. Whoever
+    acts in other environments takes a :meth:`twin`.
 
     Args:
         encoder (nn.Module): of observations.
@@ -38,32 +41,42 @@ class RecurrentPolicy(TensorDictModuleBase):
         action_dim: int,
     ) -> None:
         super().__init__()
-        self.in_keys = [OBSERVATION, "is_init", "carried_state", "carried_belief", "previous_action"]
-        carried = [("next", key) for key in self.in_keys[2:]]
-        self.out_keys = ["state", "belief", "action", *carried]
+        self.in_keys, self.out_keys = [OBSERVATION, "is_init"], ["state", "belief", "action"]
         self.encoder, self.actor, self._action_dim = encoder, actor, action_dim
-        keys = ["carried_state", "carried_belief", "previous_action", "embedding", "is_init"]
-        self.estimator = RSSMStateEstimatorV3(prior, posterior, in_keys=keys)
+        self.estimator = RSSMStateEstimatorV3(prior, posterior, in_keys=[*_REMEMBERED, "embedding", "is_init"])
+        self._memory: TensorDict | None = None
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the latents, the action and what is carried."""
-        inner = TensorDict({key: tensordict.get(key) for key in self.in_keys[1:]}, tensordict.batch_size)
+        """Writes the latents and the action."""
+        reset = tensordict.get("is_init")
+        inner = self._remembered(tensordict.batch_size, reset.device).copy()
+        inner.set("is_init", reset)
         inner.set("embedding", self.encoder(tensordict.get(OBSERVATION)))
         self.actor(self.estimator(inner))
-        state, belief = inner.get("state"), inner.get("belief")
-        action = inner.get("action").float()
-        for key, value in zip(self.out_keys, (state, belief, action, state, belief, action), strict=True):
+        values = inner.get("state"), inner.get("belief"), inner.get("action").float()
+        for key, value in zip(self.out_keys, values, strict=True):
             tensordict.set(key, value)
+        remembered = {key: value.detach() for key, value in zip(_REMEMBERED, values, strict=True)}
+        self._memory = TensorDict(remembered, tensordict.batch_size)
         return tensordict
+
+    def _remembered(self, batch_size: torch.Size, device: torch.device) -> TensorDict:
+        memory = self._memory
+        if memory is None or memory.batch_size != batch_size or memory.get("state").device != device:
+            sizes = (*self.latents.values(), self._action_dim)
+            nothing = {
+                key: torch.zeros(*batch_size, size, device=device) for key, size in zip(_REMEMBERED, sizes, strict=True)
+            }
+            memory = TensorDict(nothing, batch_size)
+        return memory
+
+    def twin(self) -> RecurrentPolicy:
+        """Returns a policy of the same networks with a memory of its own."""
+        estimator = self.estimator
+        return RecurrentPolicy(self.encoder, estimator.prior, estimator.posterior, self.actor, self._action_dim)
 
     @property
     def latents(self) -> dict[str, int]:
         """What rows keep of the latents, by number of features."""
-        return dict(zip(("state", "belief"), self.carried.values(), strict=False))
-
-    @property
-    def carried(self) -> dict[str, int]:
-        """What environments must carry from step to step, by number of features."""
         prior = self.estimator.prior
-        sizes = (prior.num_categoricals * prior.num_classes, prior.rnn_hidden_dim, self._action_dim)
-        return dict(zip(self.in_keys[2:], sizes, strict=True))
+        return {"state": prior.num_categoricals * prior.num_classes, "belief": prior.rnn_hidden_dim}

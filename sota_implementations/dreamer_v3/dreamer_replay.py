@@ -130,10 +130,21 @@ class WriteBacks:
         self.rows["stale"] += result.stale_count
         self.rows["superseded"] += result.superseded_count
 
-    def metrics(self) -> dict[str, float]:
-        """Settles, and returns the shares of rows by outcome since the last call."""
-        self.settle()
+    def metrics(self, *, keep: bool = False) -> dict[str, float]:
+        """Returns what waits to be written, how long it does, and the shares of rows by outcome.
+
+        Keyword Args:
+            keep (bool): takes the outcomes that are known, so that nothing is waited for, and goes on with the shares.
+                By default everything is settled first, and shares are those since the last call.
+        """
+        values = {"write_back/pending": float(sum(not future.done() for _, future in self._pending))}
+        if self._on_host:
+            values["write_back/wait_ms"] = self._replay.stats()["update_wait_p50_ms"]
+        if not keep:
+            self.settle()
         fresh = {name: count - self._told[name] for name, count in self.rows.items()}
-        self._told = dict(self.rows)
-        total = sum(fresh.values())
-        return {f"write_back/{name}_share": count / total for name, count in fresh.items()} if total else {}
+        if not keep:
+            self._told = dict(self.rows)
+        if total := sum(fresh.values()):
+            values |= {f"write_back/{name}_share": count / total for name, count in fresh.items()}
+        return values

@@ -5,52 +5,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from dreamer_shared import parse, require
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvSettings:
-    """Which environment, and how many streams of it."""
-
-    task: str
-    """EnvPool's or Gymnasium's id; for ``backend=factory`` a ``module:function``."""
-    backend: Literal["auto", "envpool", "gym", "dm_control", "factory"]
-    num_envs: int
-    num_threads: int | None
-    """EnvPool's threads of each worker; None is one per stream, at most the usable cores."""
-    max_episode_steps: int | None
-    """Agent steps after which an episode is truncated; None is the task's own limit."""
-    options: dict[str, Any] | None
-    """Further options of the task."""
-
-    def __post_init__(self) -> None:
-        require(self.num_envs >= 1, "env.num_envs", ">= 1", self.num_envs)
+from common.parsing import parse, require
+from common.setting_groups import CheckpointSettings, EnvSettings, EvalSettings, LogSettings, RingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectorSettings:
-    """How rows are collected, and when learning starts."""
+class CollectorSettings(RingSettings):
+    """How rows are collected, and when learning starts. Blocks of updates are of at most ``publish_every``."""
 
-    num_workers: int
     learning_starts: int
     """Rows below which there is no update; the policy as initialised collects them."""
-    max_ahead: int
-    """Vector steps that may be collected while the updates of the rows at hand are taken."""
-    publish_every: int
-    """Updates between two publications of the weights."""
-    policy_threads: int
-    """Of torch in each worker."""
-    transport: Literal["auto", "host", "ipc"]
-    ring_slots: int | None
-    stall_timeout: float
-    max_restarts: int
-    """Dead workers that are started anew before the run gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "learning_starts", "max_ahead", "publish_every", "policy_threads"):
-            require(getattr(self, name) >= 1, f"collector.{name}", ">= 1", getattr(self, name))
+        require(self.learning_starts >= 1, "collector.learning_starts", ">= 1", self.learning_starts)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,50 +126,6 @@ class LearnerSettings:
     def updates_per_row(self) -> float:
         """Updates per collected row."""
         return self.train_ratio / (self.batch_size * self.seq_len)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """Evaluation with the mode of the policy in an environment of its own."""
-
-    episodes: int
-    every: int | None
-    """Rows between evaluations; None evaluates at the end only."""
-    max_steps: int
-    """Steps after which an episode that has not ended is counted as it is."""
-
-    def __post_init__(self) -> None:
-        require(self.episodes >= 1, "eval.episodes", ">= 1", self.episodes)
-        require(self.every is None or self.every >= 1, "eval.every", ">= 1 or null", self.every)
-        require(self.max_steps >= 1, "eval.max_steps", ">= 1", self.max_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings:
-    """What is written down, and where."""
-
-    every: int
-    """Rows between two lines of metrics."""
-    print_every: float
-    """Seconds between two printed lines when the output is not a terminal."""
-    backends: list[Literal["csv", "tensorboard"]]
-
-    def __post_init__(self) -> None:
-        require(self.every >= 1, "log.every", ">= 1", self.every)
-        require(self.print_every > 0, "log.print_every", "positive", self.print_every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
-    """When ``last.pt`` is written besides the end."""
-
-    every: float | None
-    """Seconds; None writes it at the end only."""
-    replay: bool
-    """Whether it contains the replay."""
-
-    def __post_init__(self) -> None:
-        require(self.every is None or self.every > 0, "checkpoint.every", "positive or null", self.every)
 
 
 @dataclass(frozen=True, kw_only=True)

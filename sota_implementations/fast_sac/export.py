@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("RL_WARNINGS", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the folder common
 
 import numpy as np
 import torch

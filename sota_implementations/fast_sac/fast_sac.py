@@ -14,50 +14,21 @@ from pathlib import Path
 
 # TorchRL reads it when it is imported: its extension, which is not used here, is built for one torch release.
 os.environ.setdefault("RL_WARNINGS", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the folder common
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from common.command_line import run, run_configuration
+from omegaconf import DictConfig
 from settings import Settings
 from trainer import Run
-from utils import StopSignal
 
-
-def run(job: Run) -> int:
-    """Trains, evaluates, saves and closes; returns the exit code."""
-    keep_replay = job.settings.checkpoint.replay
-    try:
-        with StopSignal() as stop:
-            job.train(stop)
-            final = None if stop.count else job.evaluate(stop)
-            if stop.count:
-                job.progress.say("stopped by a signal: writing the checkpoint (once more: without the replay)")
-            job.save(with_replay=keep_replay and stop.count < 2)
-            job.report(final)
-            return stop.exit_code
-    finally:
-        job.close()
+__all__ = ["Run", "Settings", "main", "run"]
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="fast_sac")
 def main(cfg: DictConfig) -> None:
-    """Command line: what is wrong with a configuration is said in one sentence, before anything is started."""
-    hydra_config = HydraConfig.get()
-    try:
-        job = Run(
-            Settings.from_dict(OmegaConf.to_container(cfg, resolve=True)),  # type: ignore[arg-type]
-            Path(hydra_config.runtime.output_dir),
-            title=f"FastSAC preset {hydra_config.runtime.choices['preset']}",
-            overrides=list(hydra_config.overrides.task),
-        )
-    except (ValueError, KeyError, ImportError, FileNotFoundError, MemoryError, OmegaConfBaseException) as error:
-        # str of a KeyError is the repr of its message.
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        sys.stderr.write(f"fast_sac: {' '.join(str(message).split())}\n")
-        sys.exit(2)
-    if code := run(job):
-        sys.exit(code)
+    """Command line."""
+    run_configuration(cfg, Settings, Run)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,12 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""How many gradient steps are taken now, how many rows may come meanwhile, and who waits for whom."""
+"""How many gradient steps are taken now, and how many rows may come meanwhile."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections import deque
-from collections.abc import Iterator
-
-import torch
 from settings import Settings
 
 from torchrl_ext.trainers import UpdateGovernor
-
-#: Blocks of gradient steps that may be enqueued on a device before the first of them is done.
-_BLOCKS_AHEAD = 2
-_PAUSE = 2e-4
 
 
 class Pacing:
@@ -30,14 +20,11 @@ class Pacing:
 
     Keyword Args:
         asynchronous (bool): whether workers collect meanwhile.
-        device (torch.device): of the learner.
     """
 
-    def __init__(self, settings: Settings, *, asynchronous: bool, device: torch.device) -> None:
-        self._options, self._asynchronous, self._device = settings.collector, asynchronous, device
+    def __init__(self, settings: Settings, *, asynchronous: bool) -> None:
+        self._options, self._asynchronous = settings.collector, asynchronous
         self._rows_per_step, self._total = settings.env.num_envs, settings.total_frames
-        self._blocks: deque[torch.cuda.Event] = deque()
-        self._since, self._waited, self._learnt = time.monotonic(), 0.0, 0.0
 
     def credit(self, frames: int, *, behind: int) -> int | None:
         """Returns how many rows may be collected in all, given those at hand and the gradient steps they still owe."""
@@ -62,31 +49,3 @@ class Pacing:
     def _is_young(self, frames: int) -> bool:
         """Whether there may be nothing to sample: what follows the newest rows is known with the next ones."""
         return frames < 2 * self._rows_per_step
-
-    @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
-        """Goes around a block of gradient steps: the host does not run far ahead of a device."""
-        begun = time.monotonic()
-        yield
-        if self._asynchronous and self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self._blocks.append(event)
-            if len(self._blocks) > _BLOCKS_AHEAD:
-                self._blocks.popleft().synchronize()
-        self._learnt += time.monotonic() - begun
-
-    def wait(self) -> None:
-        """Waits a moment for rows."""
-        time.sleep(_PAUSE)
-        self._waited += _PAUSE
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the shares of time since the last call."""
-        if not self._asynchronous:
-            return {}
-        now = time.monotonic()
-        span = max(now - self._since, 1e-9)
-        values = {"learner/busy_share": self._learnt / span, "learner/wait_share": self._waited / span}
-        self._since, self._waited, self._learnt = now, 0.0, 0.0
-        return values

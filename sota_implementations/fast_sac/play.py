@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("RL_WARNINGS", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the folder common
 
 import torch
-from evaluation import evaluate
+from common.devices import EVAL_SEED_OFFSET
+from common.evaluation import evaluate
 from saved_run import load_run
-from utils import EVAL_SEED_OFFSET, make_eval_env
+from utils import make_eval_env
 from video import record_video
 
 

@@ -7,41 +7,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parsing import parse, require
+from common import setting_groups as groups
+from common.parsing import parse, require
+from common.setting_groups import CheckpointSettings, EvalSettings, LogSettings, RingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings:
-    """Which environment, and how many streams of it."""
+class EnvSettings(groups.EnvSettings):
+    """Which environment, how many streams of it, and what is seen of it."""
 
-    task: str
-    """EnvPool's, Gymnasium's or DMC's id; for ``backend=factory`` a ``module:function``."""
-    backend: Literal["auto", "envpool", "gym", "dm_control", "factory"]
-    num_envs: int
-    num_threads: int | None
-    """EnvPool's threads; None is one per stream, at most the usable cores."""
-    thread_affinity_offset: int | None
-    max_episode_steps: int | None
-    """Agent steps after which an episode is truncated; None is the task's own limit."""
-    train_episode_steps: int | None
-    """The same for training alone; None is ``max_episode_steps``. Evaluations see the task as it is."""
-    workers: Literal["serial", "parallel"]
-    """Of other backends than EnvPool: all streams in this process, or one process each."""
-    options: dict[str, Any] | None
-    """Further options of the task; for a factory its keyword arguments."""
     actor_keys: list[str] | None
     """Observations of the actor; None takes ``state`` where the task is asymmetric, else ``observation``."""
     critic_keys: list[str] | None
     """Observations of the critics; None takes ``privileged_state`` where the task is asymmetric."""
 
-    def __post_init__(self) -> None:
-        require(self.num_envs >= 1, "env.num_envs", ">= 1", self.num_envs)
-        require(self.num_threads is None or self.num_threads >= 1, "env.num_threads", ">= 1 or null", self.num_threads)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CollectorSettings:
-    """How rows are collected, and when learning starts."""
+class CollectorSettings(RingSettings):
+    """How rows are collected, and when learning starts; what workers have matters with ``async`` only."""
 
     steps_per_run: int
     learning_starts: int
@@ -49,29 +32,14 @@ class CollectorSettings:
     warm_up_actions: Literal["policy", "uniform"]
     """Who acts until then: the policy as initialised, or uniform draws from the action box."""
     governor: Literal["strict", "free"]
-    """Asynchronous: exactly ``updates_per_step``, workers held back; or as many as the learner can take."""
-    max_ahead: int
-    """Asynchronous and strict: vector steps that may be collected before the updates of the rows at hand are done."""
-    publish_every: int
-    """Asynchronous: gradient steps between two publications of the weights."""
-    num_workers: int
-    policy_device: str
-    """Asynchronous: where workers act; ``learner`` is the learner's device."""
-    policy_threads: int
-    """Asynchronous: of torch in each worker."""
-    transport: Literal["auto", "host", "ipc"]
-    ring_slots: int | None
+    """Exactly ``updates_per_step``, workers held back by ``max_ahead``; or as many as the learner can take."""
     cores: str | None
-    """Asynchronous: for the workers, such as ``0:11``."""
-    stall_timeout: float
-    max_restarts: int
-    """Asynchronous: dead workers that are started anew before the run gives up."""
+    """For the workers, such as ``0:11``."""
 
     def __post_init__(self) -> None:
         require(self.steps_per_run >= 1, "collector.steps_per_run", ">= 1", self.steps_per_run)
         require(self.learning_starts >= 1, "collector.learning_starts", ">= 1", self.learning_starts)
-        for name in ("max_ahead", "publish_every", "num_workers", "policy_threads"):
-            require(getattr(self, name) >= 1, f"collector.{name}", ">= 1", getattr(self, name))
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,51 +111,6 @@ class LearnerSettings:
         require(self.n_steps >= 1, "learner.n_steps", ">= 1", self.n_steps)
         require(0 <= self.gamma <= 1, "learner.gamma", "in [0, 1]", self.gamma)
         require(len(self.betas) == 2, "learner.betas", "two numbers", self.betas)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """Evaluation with the deterministic policy in an environment of its own."""
-
-    episodes: int
-    every: int | None
-    """Rows between evaluations; None evaluates at the end only."""
-    max_steps: int
-    """Steps after which an episode that has not ended is counted as it is."""
-    num_threads: int | None
-
-    def __post_init__(self) -> None:
-        require(self.episodes >= 1, "eval.episodes", ">= 1", self.episodes)
-        require(self.every is None or self.every >= 1, "eval.every", ">= 1 or null", self.every)
-        require(self.max_steps >= 1, "eval.max_steps", ">= 1", self.max_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings:
-    """What is written down, and where."""
-
-    every: int
-    """Rows between two lines of metrics."""
-    print_every: float
-    """Seconds between two printed lines when the output is not a terminal."""
-    backends: list[Literal["csv", "tensorboard"]]
-
-    def __post_init__(self) -> None:
-        require(self.every >= 1, "log.every", ">= 1", self.every)
-        require(self.print_every > 0, "log.print_every", "positive", self.print_every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
-    """When ``last.pt`` is written besides the end."""
-
-    every: float | None
-    """Seconds; None writes it at the end only."""
-    replay: bool
-    """Whether it contains the replay."""
-
-    def __post_init__(self) -> None:
-        require(self.every is None or self.every > 0, "checkpoint.every", "positive or null", self.every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from env_factory import make_env, observation_keys
+from common.env_factory import make_env
+from common.ring_feed import RingFeed, ring_options
 from settings import Settings
 from torchrl.envs import EnvBase
-from torchrl.envs.utils import ExplorationType
+from utils import observation_keys
 
 from torchrl_ext.collectors import (
     PackedRunCollector,
@@ -28,11 +28,12 @@ from torchrl_ext.trainers import FastSACLearner
 
 __all__ = ["AsyncSource", "Source", "SyncSource", "make_source"]
 
-_PAUSE = 1e-3
-
 
 class Source(Protocol):
     """Fills the replay and tells of episodes."""
+
+    stage: str
+    """The learner's time that :meth:`feed` takes."""
 
     def start(self) -> None:
         """Resets the streams, which may take long."""
@@ -49,8 +50,8 @@ class Source(Protocol):
     def episodes(self) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes that ended since the last call."""
 
-    def metrics(self) -> dict[str, float]:
-        """Numbers for the log since the last call."""
+    def metrics(self, *, keep: bool = False) -> dict[str, float]:
+        """Numbers since the last call that did not ``keep`` them."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -64,6 +65,8 @@ class Source(Protocol):
 
 class SyncSource:
     """Steps all streams between gradient steps."""
+
+    stage = "collect"
 
     def __init__(self, settings: Settings, env: EnvBase, learner: FastSACLearner) -> None:
         options: dict[str, Any] = {
@@ -108,7 +111,7 @@ class SyncSource:
         ended = self.collector.episodes.pop()
         return [episode.episode_return for episode in ended], [episode.length for episode in ended]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, keep: bool = False) -> dict[str, float]:
         """See :class:`Source`."""
         return {}
 
@@ -124,117 +127,46 @@ class SyncSource:
         self.collector.close()
 
 
-class AsyncSource:
+class AsyncSource(RingFeed):
     """Drains the rings of worker processes, and publishes weights to them by gradient steps elapsed."""
 
     def __init__(self, settings: Settings, env: EnvBase, learner: FastSACLearner) -> None:
+        super().__init__(learner.policy, publish_every=settings.collector.publish_every)
         self._settings, self._learner = settings, learner
-        self._options = settings.collector
         self._keys = _stored_keys(settings, env)
-        self._device = learner.device
         self.layout = record_layout(env, self._keys)
         env.close()
-        self._updates = self._published = 0
-        self._updates_at: dict[int, int] = {}
-        self._lag_rows, self._lag_sum, self._early = 0, 0, 0
-        self.collector: RingCollector | None = None
+        self._early = 0
 
     def fill(self, replay: SlotReplayBuffer) -> None:
         """Starts the workers."""
-        settings, options = self._settings, self._options
+        settings, options = self._settings, self._settings.collector
         workers, threads = options.num_workers, settings.env.num_threads
         share = None if threads is None else max(1, threads // workers)
         factory = partial(make_env, settings.env, seed=settings.seed, num_threads=share, evaluate=False)
-        policy_device: Any = options.policy_device
-        if policy_device == "learner":
-            policy_device = self._device
-        self.collector = RingCollector(
+        collector = RingCollector(
             factory,
             self._learner.policy,
-            num_workers=workers,
             num_streams=settings.env.num_envs,
             frames_per_batch=settings.env.num_envs,
             replay_buffer=replay,
             observation_keys=self._keys,
             init_random_frames=options.learning_starts if options.warm_up_actions == "uniform" else None,
-            policy_device=policy_device,
-            exploration_type=ExplorationType.RANDOM,
-            transport=options.transport,
-            ring_slots=options.ring_slots,
             cores=options.cores,
-            num_threads=options.policy_threads,
             seed=settings.seed,
-            stall_timeout=options.stall_timeout,
-            max_restarts=options.max_restarts,
             post_collect_hook=self._learner.observe,
+            **ring_options(options, self._learner.device),
         )
-        self.collector.hold_at(0)
-
-    @property
-    def _ring(self) -> RingCollector:
-        assert self.collector is not None
-        return self.collector
+        self.attach(collector, updates=self._learner.updates)
 
     def start(self) -> None:
         """Waits for the first step of every stream."""
-        wanted = self._settings.env.num_envs
-        self._ring.hold_at(int(self._ring.stats()["frames"]) + wanted)
-        while self._early < wanted:
-            self._early += self._ring.drain()
-            time.sleep(_PAUSE)
+        self._early = self.begin(self._settings.env.num_envs)
 
     def feed(self, *, learnt: bool, learning: bool) -> int:
         """See :class:`Source`."""
-        rows, self._early = self._ring.drain() + self._early, 0
-        if rows:
-            for version, count in self._ring.collected.pop_versions().items():
-                self._lag_sum += count * max(self._updates - self._updates_at.get(version, 0), 0)
-                self._lag_rows += count
+        rows, self._early = self.drain() + self._early, 0
         return rows
-
-    def credit(self, frames: int | None) -> None:
-        """See :class:`Source`."""
-        self._ring.hold_at(frames)
-
-    def publish(self, updates: int) -> None:
-        """See :class:`Source`."""
-        self._updates, ring = updates, self._ring
-        # One at a time, so that it is known which version these weights will be.
-        if updates - self._published >= self._options.publish_every and ring.weights_arrived():
-            self._updates_at[ring.policy_version + 1] = self._published = updates
-            ring.update_policy_weights_(self._learner.policy)
-
-    def episodes(self) -> tuple[list[float], list[int]]:
-        """See :class:`Source`."""
-        ended = self._ring.collected.pop_episodes()
-        return ended["return"].tolist(), ended["length"].tolist()
-
-    def metrics(self) -> dict[str, float]:
-        """See :class:`Source`."""
-        stages = self._ring.collected.timings()
-        values = {
-            f"collector/{name}_ms": 1e3 * sum(stage[name] for stage in stages) / len(stages) for name in stages[0]
-        }
-        fill = self._ring.fill
-        values["collector/ring_fill"] = sum(fill) / len(fill)
-        if self._lag_rows:
-            values["collector/policy_lag_updates"] = self._lag_sum / self._lag_rows
-        self._lag_sum = self._lag_rows = 0
-        return values
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :class:`Source`."""
-        return dict(self._ring.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`Source`."""
-        if state:
-            self._ring.load_state_dict(state)
-
-    def close(self) -> None:
-        """See :class:`Source`."""
-        if self.collector is not None:
-            self.collector.shutdown()
 
 
 def _stored_keys(settings: Settings, env: EnvBase) -> Sequence[Any]:

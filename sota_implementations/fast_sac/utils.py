@@ -1,19 +1,13 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""Builds the parts of a run from its settings, and the small things its loop needs."""
+"""Builds the parts of a run from its settings."""
 
 from __future__ import annotations
 
-import random
-import signal
-from collections.abc import Sequence
-from types import FrameType
-from typing import Any
-
-import numpy as np
 import torch
-from env_factory import make_env, observation_keys
-from settings import Settings
+from common.devices import EVAL_SEED_OFFSET
+from common.env_factory import make_env
+from settings import EnvSettings, Settings
 from torchrl.envs import EnvBase
 
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
@@ -21,34 +15,21 @@ from torchrl_ext.modules import EmpiricalNormalization, make_fast_sac_actor, mak
 from torchrl_ext.objectives import FastSACLoss
 from torchrl_ext.trainers import FastSACLearner, UpdateGovernor
 
-# Streams of one run have seeds seed + i; an evaluation never starts from a state that was trained on.
-EVAL_SEED_OFFSET = 1_000_003
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
-
-def make_device(name: str) -> torch.device:
-    """Returns the device of a setting; ``auto`` is a GPU where there is one.
+def observation_keys(env: EnvBase, settings: EnvSettings) -> tuple[list[str], list[str]]:
+    """Returns what the actor and what the critics read.
 
     Raises:
-        ValueError: if there is no such device.
+        ValueError: if a key is not an observation of the environment.
     """
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be auto or a device of this machine, got {name!r}; nothing was started.") from (
-            error
-        )
-    return device
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    known = list(env.observation_spec.keys(True, True))
+    asymmetric = "state" in known and "privileged_state" in known
+    actor = settings.actor_keys or (["state"] if asymmetric else ["observation"])
+    critic = settings.critic_keys or (["privileged_state"] if asymmetric else actor)
+    for name, keys in (("actor_keys", actor), ("critic_keys", critic)):
+        if not set(keys) <= set(known):
+            raise ValueError(f"env.{name} must be among the observations {known} of {settings.task!r}, got {keys}.")
+    return actor, critic
 
 
 def make_train_env(settings: Settings) -> EnvBase:
@@ -158,56 +139,3 @@ def make_governor(settings: Settings) -> UpdateGovernor:
         rows_per_step=settings.env.num_envs,
         learning_starts=settings.collector.learning_starts,
     )
-
-
-class Every:
-    """Says yes once per interval of a growing number.
-
-    Args:
-        interval (float, optional): None never says yes.
-        start (float): where the number stands.
-    """
-
-    def __init__(self, interval: float | None, start: float = 0.0) -> None:
-        self._interval = interval
-        self._last = start if interval is None else start // interval
-
-    def __call__(self, value: float) -> bool:
-        if self._interval is None or value // self._interval <= self._last:
-            return False
-        self._last = value // self._interval
-        return True
-
-
-class StopSignal:
-    """Turns SIGINT and SIGTERM into a request to stop; the second one also asks to stop quickly, the third raises."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.number = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        for number in EXIT_CODES:
-            self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self.number = number
-        if self.count > 2:
-            raise KeyboardInterrupt
-
-    @property
-    def exit_code(self) -> int:
-        """Of the process: 0 when nothing was received, else 128 plus the signal."""
-        return EXIT_CODES.get(self.number, 0) if self.count else 0  # type: ignore[call-overload]
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def mean(values: Sequence[float]) -> float:
-    """Returns the mean of some numbers."""
-    return sum(values) / len(values)

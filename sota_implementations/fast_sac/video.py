@@ -13,9 +13,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the folder common
+
 import numpy as np
 import torch
-from env_factory import choose_backend, make_env
+from common.env_factory import choose_backend, make_env
 from saved_run import load_run
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 

@@ -40,7 +40,10 @@ class Panel:
                 ``collector/ring_slots``, ``collector/policy_lag_updates``, ``learner/update_ms``,
                 ``learner/busy_share``, ``learner/wait_share``, ``utd/requested`` and ``utd/measured`` (updates per
                 frame). Without ``learner/update_ms`` it is the busy time of an update, without ``utd/measured`` it
-                comes from the counters. What is not known is ``N/A``.
+                comes from the counters. What is not known is ``N/A``. Of a learner that writes back into its replay
+                there are ``train_ratio`` and ``train_ratio/requested`` (replayed steps per frame), and
+                ``write_back/pending``, ``write_back/wait_ms``, ``write_back/stale_share`` and
+                ``write_back/superseded_share``.
 
     Keyword Args:
         title (str): of the run.

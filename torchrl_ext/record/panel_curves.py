@@ -18,7 +18,9 @@ _MAX_ROWS = 12
 
 def learning_rows(state: PanelState, width: int, height: int) -> list[Row]:
     """Returns at most ``height`` lines: for each series its title and a curve; those that find no room are counted."""
-    curves = {series: points for series, points in state.curves.items() if points}
+    # Returns first: losses may take all the room.
+    names = sorted(state.curves, key=lambda series: not series.endswith("return"))
+    curves = {series: state.curves[series] for series in names if state.curves[series]}
     if not curves:
         return [rule("Learning", width, state.style), [(" no point of a curve yet", PLAIN)]]
     until = max(points[-1][0] for points in curves.values())

@@ -8,6 +8,7 @@ from torchrl_ext.record.panel_curves import learning_rows
 from torchrl_ext.record.panel_frame import (
     GREEN,
     LABEL,
+    MISSING,
     ORANGE,
     PLAIN,
     VALUE,
@@ -92,6 +93,7 @@ def _overview(state: PanelState, width: int, height: int) -> list[Row]:
         ("Learner waits", show(metrics.get("learner/wait_share"), "{:.0f} %", scale=100)),
         ("UTD requested", show(metrics.get("utd/requested"), "{:.5g} per frame")),
         ("UTD measured", show(metrics.get("utd/measured"), "{:.5g} per frame")),
+        *_replayed(state),
         *_machine(state),
     ]
     rows: list[Row] = [
@@ -116,7 +118,7 @@ def _collector_wait(state: PanelState) -> str:
     wait = number(state.metrics.get("collector/wait_ms"))
     whole = 1e3 * sum(value for path, value in collector_stages(state).items() if "/" not in path)
     share = f" ({100 * wait / whole:.0f} %)" if wait is not None and whole > 0 else ""
-    return show(wait, "{:.3f} ms/step") + share
+    return (MISSING if wait is None else f"{short(wait)} ms/step") + share
 
 
 def _ring_fill(state: PanelState) -> str:
@@ -131,6 +133,24 @@ def _update_ms(state: PanelState) -> float | None:
     if known is None and busy is not None and state.update_rate > 0:
         return 1e3 * busy / state.update_rate
     return known
+
+
+def _replayed(state: PanelState) -> list[tuple[str, str]]:
+    """What only learners have that write back into their replay, or count replayed steps."""
+    metrics, items = state.metrics, []
+    if "train_ratio/requested" in metrics:
+        measured, requested = (show(metrics.get(f"train_ratio{name}"), "{:.4g}") for name in ("", "/requested"))
+        items.append(("Train ratio", f"{measured} of {requested}"))
+    if "write_back/pending" in metrics:
+        wait, pending = (
+            show(metrics.get("write_back/wait_ms"), "{:.2f} ms"),
+            show(metrics["write_back/pending"], "{:.0f}"),
+        )
+        items.append(("Write-back lag", f"{wait}, {pending} pending"))
+        for name in ("stale", "superseded"):
+            share = metrics.get(f"write_back/{name}_share")
+            items.append((f"Rows {name}", show(share, "{:.1f} %", scale=100)))
+    return items
 
 
 def _machine(state: PanelState) -> list[tuple[str, str]]:

@@ -15,23 +15,33 @@ _CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "loss of critics": ("learner/loss_critic",),
         "loss of actor": ("learner/loss_actor",),
         "loss of temperature": ("learner/loss_alpha",),
-        "values": ("learner/q_target", "learner/td_error"),
+        "losses of the world model": ("learner/loss_model_[a-z_]+",),
+        "losses of the value": ("learner/loss_value", "learner/loss_replay_value", "learner/value_slow_loss"),
+        "values": ("learner/q_target", "learner/td_error", "learner/replay_value"),
+        "imagined returns": ("learner/return_low", "learner/return_high", "learner/return_scale"),
+        "imagined continuation": ("learner/continuation_mean",),
         "temperature": ("learner/alpha",),
-        "entropy": ("learner/entropy",),
+        "entropy": ("learner/entropy", "learner/actor_entropy"),
     },
     "pace": {
         "share of the learner's time": ("learner/busy_share", "learner/wait_share"),
-        "milliseconds of an update": ("learner/update_ms",),
+        # First-level stages alone, here and below: what is below one is part of it already.
+        "milliseconds of a stage": ("learner/[^/]+_ms",),
         "updates per frame": ("utd/requested", "utd/measured"),
+        "replayed steps per frame": ("train_ratio",),
         "updates": ("updates",),
         "episodes": ("episodes",),
         "seconds": ("seconds",),
     },
     "collector": {
-        # First-level stages alone: what is below one is part of it already.
         "milliseconds of a step": ("collector/[^/]+_ms",),
         "filled share of the rings": ("collector/ring_fill",),
         "policy lag in updates": ("collector/policy_lag_updates",),
+    },
+    "write-back": {
+        "share of the rows": ("write_back/(?:applied|stale|superseded)_share",),
+        "updates that are pending": ("write_back/pending",),
+        "milliseconds until applied": ("write_back/wait_ms",),
     },
 }
 

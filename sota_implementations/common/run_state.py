@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, ClassVar, Protocol
 
 from torchrl_ext.data import SlotReplayBuffer
 from torchrl_ext.trainers import (
-    FastSACLearner,
     UpdateGovernor,
     load_checkpoint,
     random_state,
@@ -20,7 +18,18 @@ from torchrl_ext.trainers import (
     save_checkpoint,
 )
 
-KIND = "torchrl_ext.fast_sac/1"
+
+class Learner(Protocol):
+    """What is saved of a learner."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that an update depends on."""
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` unless :meth:`load_state_dict` would take the state; changes nothing."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores :meth:`state_dict`."""
 
 
 @dataclass
@@ -32,7 +41,7 @@ class Counters:
     episodes: int = 0
     """Training episodes that ended."""
     seconds: float = 0.0
-    """Seconds of training."""
+    """Of training."""
 
 
 @dataclass(kw_only=True)
@@ -41,15 +50,23 @@ class RunState:
 
     Args:
         task (str): a checkpoint of another task is foreign.
+        learner (Learner): with its optimizers.
+        governor (UpdateGovernor): of updates per row.
+        replay (SlotReplayBuffer): saved where it is asked for.
     """
 
+    kind: ClassVar[str]
+    """What a checkpoint says that it is."""
+    source_key: ClassVar[str] = "source"
+    """The name of :attr:`source` in a checkpoint."""
+
     task: str
-    learner: FastSACLearner
+    learner: Learner
     governor: UpdateGovernor
     replay: SlotReplayBuffer
     counters: Counters = field(default_factory=Counters)
     source: dict[str, Any] = field(default_factory=dict)
-    """Of where the rows come from."""
+    """Of where the rows come from; empty before a checkpoint was loaded or saved."""
 
     def save(self, path: Path, *, history: dict[str, Any], with_replay: bool) -> Path:
         """Writes a checkpoint atomically; of the rows only those that live."""
@@ -59,11 +76,11 @@ class RunState:
             "learner": self.learner.state_dict(),
             "governor": self.governor.state_dict(),
             "replay": self.replay.state_dict() if with_replay else None,
-            "source": self.source,
+            self.source_key: self.source,
             "random": random_state(),
             "history": history,
         }
-        return save_checkpoint(path, state, kind=KIND)
+        return save_checkpoint(path, state, kind=self.kind)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continues from a checkpoint, or from the ``last.pt`` of a run's folder, and returns its history.
@@ -78,7 +95,7 @@ class RunState:
         path = Path(path)
         if path.is_dir():
             path = path / "checkpoints" / "last.pt"
-        state = load_checkpoint(path, kind=KIND)
+        state = load_checkpoint(path, kind=self.kind)
         try:
             self._load(state)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -86,10 +103,14 @@ class RunState:
             raise ValueError(f"resume_from: {path} must be a checkpoint of this configuration: {reason}") from error
         return state["history"]
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` for what another configuration saved; changes nothing."""
         if state["task"] != self.task:
             raise ValueError(f"env.task must be {state['task']!r} as saved, got {self.task!r}. Nothing was changed.")
-        counters = Counters(**state["counters"])
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.check(state)
+        counters, source = Counters(**state["counters"]), state[self.source_key]
         self.learner.check_state_dict(state["learner"])
         governor = UpdateGovernor(1, rows_per_step=1)
         governor.load_state_dict(state["governor"])
@@ -101,10 +122,5 @@ class RunState:
         self.governor.load_state_dict(state["governor"])
         if state["replay"] is None:
             self.governor.rearm(counters.frames)
-        self.counters, self.source = counters, state["source"]
+        self.counters, self.source = counters, source
         restore_random_state(state["random"])
-
-    @property
-    def device(self) -> torch.device:
-        """Of the learner."""
-        return self.learner.device

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from settings import EnvSettings
 from torchrl.data import TensorSpec
 from torchrl.envs import (
     CatTensors,
@@ -27,9 +26,10 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
+from common.setting_groups import EnvSettings
 from torchrl_ext.envs import EnvPoolEnv
 
-__all__ = ["choose_backend", "make_env", "observation_keys"]
+__all__ = ["choose_backend", "make_env"]
 
 
 def choose_backend(settings: EnvSettings) -> str:
@@ -99,22 +99,6 @@ def make_env(settings: EnvSettings, *, num_envs: int, seed: int, num_threads: in
     env = (ParallelEnv if parallel else SerialEnv)(num_envs, make_one)
     env.set_seed(seed)
     return env
-
-
-def observation_keys(env: EnvBase, settings: EnvSettings) -> tuple[list[str], list[str]]:
-    """Returns what the actor and what the critics read.
-
-    Raises:
-        ValueError: if a key is not an observation of the environment.
-    """
-    known = list(env.observation_spec.keys(True, True))
-    asymmetric = "state" in known and "privileged_state" in known
-    actor = settings.actor_keys or (["state"] if asymmetric else ["observation"])
-    critic = settings.critic_keys or (["privileged_state"] if asymmetric else actor)
-    for name, keys in (("actor_keys", actor), ("critic_keys", critic)):
-        if not set(keys) <= set(known):
-            raise ValueError(f"env.{name} must be among the observations {known} of {settings.task!r}, got {keys}.")
-    return actor, critic
 
 
 def _make_one(backend: str, task: str, max_episode_steps: int | None, options: dict[str, Any]) -> EnvBase:

@@ -1,6 +1,6 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""Episodes with the deterministic policy."""
+"""Episodes with the mode of the policy."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def evaluate(
     """
     forked = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=forked), set_exploration_type(ExplorationType.DETERMINISTIC):
+        torch.manual_seed(seed)  # of what a policy draws in its mode too, such as latents
         env.set_seed(seed)
         keys = list(env.observation_spec.keys(True, True))
         root = env.reset()
