@@ -85,6 +85,30 @@ class TestGovernor:
         assert run.state.governor.updates > run.state.governor.expected(400) == 0
 
 
+class TestBegin:
+    @pytest.mark.parametrize("asynchronous", ["true", "false"])
+    def test_steps_are_compiled_on_rows_of_the_run_before_its_clock(self, build, monkeypatch, asynchronous):  # noqa: F811
+        run, batches = build(f"async={asynchronous}"), []
+        learner = run.state.learner
+
+        def prepare(replay):
+            assert run.state.counters.seconds == 0 and learner.updates == 0
+            batches.append(replay.sample())
+            learner.cuda_graph = False
+
+        monkeypatch.setattr(learner, "cuda_graph", True)
+        monkeypatch.setattr(learner, "prepare", prepare)
+        stop = type("Never", (), {"count": 0})()
+        run.train(stop)
+        assert len(batches) == 1
+        real = run.state.replay.sample()
+        assert batches[0].shape == real.shape
+        assert {key: leaf.shape for key, leaf in batches[0].items(True, True)} == {
+            key: leaf.shape for key, leaf in real.items(True, True)
+        }
+        assert run.state.counters.frames == 1600
+
+
 class TestGate:
     """case 45: no update below ``learning_starts`` rows, the first one there; parameters bit-equal until then."""
 

@@ -78,7 +78,8 @@ class LearnerTime:
 
     def metrics(self, reader: Literal["log", "panel"]) -> dict[str, float]:
         """Returns shares of the time since a reader asked last, and milliseconds of an entry of each stage and of an
-        update (``"learner/update_ms"``)."""
+        update (``"learner/update_ms"``). Busy is a CUDA device with updates, and on the CPU the loop with a block.
+        """
         last = self._marks[reader]
         now = _Mark(time.monotonic(), self._learnt, self._waited, self._updates, self._entries, self._timer.totals())
         self._marks[reader] = now
@@ -96,6 +97,9 @@ class LearnerTime:
             values["learner/update_ms"] = (
                 values.get("learner/update_ms", float("nan")) * (now.entries - last.entries) / updates
             )
+            if self._device.type == "cuda" and (busy := values["learner/update_ms"]) == busy:
+                # The host only launches them.
+                values["learner/busy_share"] = busy / 1e3 * updates / span
         return {name: value for name, value in values.items() if value == value}
 
     @staticmethod

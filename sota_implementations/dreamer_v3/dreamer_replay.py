@@ -61,12 +61,16 @@ def make_replay(settings: Settings, layout: RowLayout, device: torch.device) -> 
     length = settings.learner.seq_len + 1
     generator = torch.Generator(place)
     generator.manual_seed(settings.seed)
+    prefetch = settings.replay.prefetch
+    if prefetch is None:
+        prefetch = int(place.type == "cpu" and device.type != "cpu")
     return SlotReplayBuffer(
         storage=SlotStorage(settings.replay.capacity, settings.env.num_envs, layout=layout, device=place),
         sampler=SequenceSampler(length, online=settings.replay.online),
         batch_size=settings.learner.batch_size * length,
         sample_device=None if place == device else device,
         generator=generator,
+        prefetch=prefetch or None,
     )
 
 

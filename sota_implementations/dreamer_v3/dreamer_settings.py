@@ -33,6 +33,12 @@ class ReplaySettings:
     """None is the learner's device."""
     online: bool
     """Windows that were just completed first, each once; then uniform ones."""
+    prefetch: int | None
+    """Batches drawn ahead, which do not wait for the latents of the updates meanwhile. None is 1 where a replay on the
+    host feeds a learner on a device, which would wait for it; else 0."""
+
+    def __post_init__(self) -> None:
+        require(self.prefetch is None or self.prefetch >= 0, "replay.prefetch", "null or >= 0", self.prefetch)
 
 
 @dataclass(frozen=True, kw_only=True)

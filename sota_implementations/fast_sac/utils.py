@@ -111,11 +111,17 @@ def make_learner(settings: Settings, env: EnvBase, device: torch.device) -> Fast
     )
 
 
-def make_replay(settings: Settings, layout: RowLayout, device: torch.device) -> SlotReplayBuffer:
-    """Allocates the replay, with a generator of its own, so that what is sampled does not depend on who acts."""
+def make_replay(
+    settings: Settings, layout: RowLayout, device: torch.device, *, capacity: int | None = None
+) -> SlotReplayBuffer:
+    """Allocates the replay, with a generator of its own, so that what is sampled does not depend on who acts.
+
+    Keyword Args:
+        capacity (int, optional): slots per stream. Defaults to the settings'.
+    """
     place = torch.device(settings.replay.device or device)
     storage = SlotStorage(
-        settings.replay.capacity,
+        settings.replay.capacity if capacity is None else capacity,
         settings.env.num_envs,
         layout=layout,
         device=place,
