@@ -2,9 +2,10 @@
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
 """DreamerV3 updates per second, without replay and with it: sample windows, update, write latents back.
 
-The learner is the script's, which is TorchRL's losses and stepper, for both implementations; ``ours`` is one
-``SlotReplayBuffer``, ``torchrl`` one buffer per stream in a ``ReplayBufferEnsemble``, as its own script builds it. Both
-hold the same rows. Blocks without and with replay alternate; the numbers are medians over blocks.
+The learner is the script's, which is TorchRL's losses and stepper, for all implementations; ``ours`` is one
+``SlotReplayBuffer``, ``torchrl`` one buffer per stream in a ``ReplayBufferEnsemble``, as its own script builds it, and
+``released`` the same with TorchRL's own steps of the optimizer, which the script captures on CUDA. All hold the same
+rows. Blocks without and with replay alternate; the numbers are medians over blocks.
 
 Example:
     ``python benchmarks/bench_dreamer_v3_learner.py --device cpu --impl ours torchrl --updates 3``
@@ -58,6 +59,8 @@ SPACES = {
 }
 SLOTS = 512
 """Per stream."""
+IMPLEMENTATIONS = ("ours", "torchrl", "released")
+"""``released``: TorchRL's replay, and its optimizer's steps launched by the host as in its own script."""
 
 #: Draw a batch; hand latents back; wait for them; end.
 Parts = tuple[Callable[[], Any], Callable[..., object], Callable[[], None], Callable[[], None]]
@@ -85,8 +88,10 @@ def main() -> None:
         "batch": [settings.learner.batch_size, settings.learner.seq_len],
         "streams": settings.env.num_envs,
     }
-    for place, impl in itertools.product(places, args.impl):
-        make = {"ours": _ours, "torchrl": _torchrl}[impl]
+    for impl, place in itertools.product(sorted(args.impl, key=IMPLEMENTATIONS.index), places):
+        make = _ours if impl == "ours" else _torchrl
+        if impl == "released":
+            learner.optimizer.release()
         named = {"impl": impl, "replay_device": place}
         try:
             parts = make(_settings(args, place), rows, device, torch.device(place))
@@ -145,7 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cpu", help="of the learner: cpu, cuda")
     parser.add_argument("--replay-device", nargs="+", default=None, help="one or several; default: the learner's")
-    parser.add_argument("--impl", nargs="+", choices=("ours", "torchrl"), default=["ours"], help="of the replay")
+    parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=["ours"], help="of the replay")
     parser.add_argument("--preset", choices=tuple(SPACES), default="dmc_walker")
     parser.add_argument("--updates", type=int, default=50, help="of a block")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each kind")

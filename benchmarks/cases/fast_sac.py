@@ -168,4 +168,5 @@ def _products(device: torch.device, preset: ReplaySizes) -> Candidate:
     with torch.cuda.graph(graph):
         for job in jobs:
             job()
-    return Candidate(lambda _: graph.replay())
+    # With its operands, which the graph itself does not keep.
+    return Candidate(lambda _, jobs=jobs: graph.replay())

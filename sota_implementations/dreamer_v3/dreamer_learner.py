@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from dreamer_networks import Networks
+from dreamer_optimizer import GraphedOptimizer, TargetInGraph
 from dreamer_settings import LearnerSettings, NetworkSettings
 from tensordict import TensorDictBase
 from torchrl.objectives import (
@@ -16,10 +17,9 @@ from torchrl.objectives import (
     DreamerV3Loss,
     DreamerV3ModelLoss,
     DreamerV3ValueLoss,
-    SoftUpdate,
     ValueEstimators,
 )
-from torchrl.trainers.algorithms import DreamerV3OptimizationStepper, DreamerV3Optimizer
+from torchrl.trainers.algorithms import DreamerV3OptimizationStepper
 
 __all__ = ["Learner"]
 
@@ -88,17 +88,18 @@ class Learner:
             continuation_horizon=settings.continuation_horizon,
             lmbda=settings.lmbda,
         ).to(device)
-        self.optimizer = DreamerV3Optimizer(
+        self.optimizer = GraphedOptimizer(
             list(self.loss.parameters()),
             lr=settings.lr,
             agc=settings.adaptive_grad_clip,
             eps=settings.optimizer_eps,
             warmup_steps=settings.warmup_steps,
         )
+        self._target = TargetInGraph(value_loss, self.optimizer, tau=settings.slow_critic_tau)
         self.stepper = DreamerV3OptimizationStepper(
             self.loss,
             self.optimizer,
-            SoftUpdate(value_loss, tau=settings.slow_critic_tau),
+            self._target,
             compile_train_step=settings.compile,
             cudagraph=settings.cuda_graph,
             rssm_scan_unroll=settings.scan_unroll,
@@ -119,7 +120,12 @@ class Learner:
     def warm_up(self, sample: TensorDictBase) -> None:
         """Compiles and captures the update; nothing is learnt. Collection and write-back must rest meanwhile."""
         self.stepper.warmup(_transitions(sample))
+        self._capture()
         self._warm = True
+
+    def _capture(self) -> None:
+        if self.stepper.resolve(self.device)[1]:
+            self.optimizer.capture(self._target.launch)
 
     def update(self, sample: TensorDictBase) -> tuple[TensorDictBase, torch.Tensor, torch.Tensor]:
         """Takes one update.
@@ -159,6 +165,8 @@ class Learner:
         self.check_state_dict(state)
         self.loss.load_state_dict(state["loss"])
         self.stepper.load_state_dict(state["stepper"])
+        if self._warm:
+            self._capture()
 
 
 def _transitions(sample: TensorDictBase) -> TensorDictBase:
