@@ -380,6 +380,20 @@ class TestEnvPool:
         assert_same(pool.first, self.rows_of(5), POOL_KEYS, "seed=5 at the start")
         assert pool.first["next", "truncated"].any(), "no episode ended"
 
+    def test_policy_that_answers_with_copies_sees_every_observation(self):
+        """As a policy on a device does, whose answer comes back with what it was given."""
+        policy = pool_policy()
+        collector = RingCollector(
+            make_pool, lambda data: policy(data.clone()), num_streams=3, frames_per_batch=60, seed=5, policy_device=None
+        )
+        try:
+            with within(DEADLINE, "collecting with a policy that copies"):
+                rows = collector.next()
+        finally:
+            collector.shutdown()
+        assert len(torch.unique(rows["observation"].reshape(-1, 3), dim=0)) == 60
+        torch.testing.assert_close(rows["action"], policy(rows.select("observation"))["action"])
+
     def test_is_init_follows_each_end(self, pool):
         done, init = pool.first["next", "done"], pool.first["is_init"]
         assert init[0].all() and torch.equal(init[1:], done[:-1])

@@ -17,6 +17,7 @@ from torch import nn
 
 from torchrl_ext.collectors import RingCollector
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage
+from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.testing import CountingEnv
 from torchrl_ext.transport import RingPeerDied
 
@@ -29,6 +30,10 @@ LENGTHS = [3, 7]
 
 def make_env(num_envs: int) -> CountingEnv:
     return CountingEnv(num_envs, lengths=[LENGTHS[stream % 2] for stream in range(num_envs)])
+
+
+def make_pool(num_envs: int) -> EnvPoolEnv:
+    return EnvPoolEnv("Pendulum-v1", num_envs=num_envs, num_threads=1, max_episode_steps=7)
 
 
 def make_policy() -> TensorDictModule:
@@ -183,6 +188,26 @@ class TestPolicyOnTheDevice:
                 assert torch.equal(after[..., :2], here[..., :2])
         finally:
             collector.shutdown()
+
+
+class TestEnvPool:
+    def test_actions_answer_the_observations_beside_them(self):
+        """Each observation, not the first one for ever."""
+        pytest.importorskip("envpool")
+        policy = make_policy().cuda()
+        collector = RingCollector(
+            make_pool,
+            policy,
+            num_streams=4,
+            frames_per_batch=80,
+            policy_device="cuda",
+        )
+        try:
+            rows = collector.next().cuda()
+        finally:
+            collector.shutdown()
+        assert len(torch.unique(rows["observation"].reshape(-1, 3), dim=0)) == 80
+        torch.testing.assert_close(rows["action"], policy(rows.select("observation"))["action"], rtol=1e-4, atol=1e-5)
 
 
 class TestLife:

@@ -61,18 +61,24 @@ class PoolBlock:
         outputs = [key for key in plan.extra_keys if key not in (IS_INIT, TRAJ_IDS, POLICY_VERSION)]
         self._outputs = [[(key, slot.get(key)) for key in outputs] for slot in slots]
         self.observation: TensorDictBase = TensorDict({}, env.batch_size)
+        self._live: list[tuple[str, torch.Tensor]] = []
 
     def reset(self) -> None:
         """See :class:`StreamBlock`."""
         self._env.reset()
         # The tensors stay the same, so the policy may always be given the same TensorDict to write into.
         self.observation = self._env.current_observation().copy()
+        self._live = list(self._env.current_observation().items())
 
     def step(self, slot: int) -> Ends | None:
         """See :class:`StreamBlock`."""
         for key, target in self._outputs[slot]:
             target.copy_(self.observation.get(key))
         finals = self._env.step_into(self.observation.get("action"), self._bound[slot])
+        for key, live in self._live:
+            # A policy that answers with copies, from a device for one, has put them in the place of what goes on.
+            if self.observation.get(key) is not live:
+                self.observation.set(key, live)
         if finals is None:
             return None
         layout, observations = self._plan.layout, finals.observations

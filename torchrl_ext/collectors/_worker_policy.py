@@ -37,9 +37,9 @@ class WorkerPolicy:
         if isinstance(policy, nn.Module) and device is not None:
             policy = policy.to(device)
         self._policy = self._called = policy
-        self._in_keys: list[NestedKey] | None = None
-        if self._device is not None and getattr(policy, "in_keys", None) is not None:
-            self._in_keys = [unravel_key(key) for key in policy.in_keys]
+        self._in_keys = self._out_keys = None
+        if self._device is not None:
+            self._in_keys, self._out_keys = _keys_of(policy, "in_keys"), _keys_of(policy, "out_keys")
         if weights is not None:
             weights.init_on_receiver(model_id="policy", model=policy)
             weights.connect()
@@ -79,9 +79,16 @@ class WorkerPolicy:
         else:
             seen = observation if self._in_keys is None else observation.select(*self._in_keys, strict=False)
             acted = self._called(seen.to(self._device, non_blocking=True))
+            if self._out_keys is not None:
+                acted = acted.select(*self._out_keys, strict=False)  # what it was given need not come back
             # The environment needs the action on the host: the one wait of a step.
             observation.update(acted.to(torch.device("cpu")))
 
     def act_randomly(self, observation: TensorDictBase) -> None:
         """Writes a random action."""
         self._env.rand_action(observation)
+
+
+def _keys_of(policy: Any, name: str) -> list[NestedKey] | None:
+    keys = getattr(policy, name, None)
+    return None if keys is None else [unravel_key(key) for key in keys]
