@@ -37,9 +37,7 @@ ROWS: tuple[Key, ...] = (
     ("sample", "cpu", "large"),
     ("sample", "cuda", "large"),
     ("sample_nstep", "cpu", "large"),
-    ("sample_nstep", "cuda", "large"),
     ("routed_extend", "cpu", "64 streams, in order"),
-    ("routed_extend", "cuda", "64 streams, in order"),
     ("ensemble_sample", "cpu", "64 streams"),
     ("ensemble_sample", "cuda", "64 streams"),
     ("write_back", "cpu", "2048 rows, 32 MiB, cpu storage"),
@@ -51,6 +49,8 @@ ROWS: tuple[Key, ...] = (
     ("ring_ipc_drain", "cuda", "large"),
     ("ring_push", "cpu", "large"),
     ("weight_sync", "cpu", "1 MB actor, busy publisher"),
+    ("weight_sync", "cuda", "108 MB actor"),
+    ("fast_sac_update", "cuda", "large"),
     ("collector_rate", "cpu", "HalfCheetah-v4, 64 streams"),
 )
 

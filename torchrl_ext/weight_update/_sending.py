@@ -17,9 +17,9 @@ from torchrl_ext.weight_update.weight_layout import WeightLayout
 
 __all__ = ["IPC_BYTES", "SendingEnd", "Snapshot"]
 
-#: ``"auto"`` takes device memory from here on: a public report measured 1 MB actors to be slower through CUDA IPC (its
-#: copy and event cost more than the bytes) and 108 MB ones to be faster.
-IPC_BYTES = 16 << 20
+#: ``"auto"`` takes device memory from here on. On an H200, from ``send`` until the worker's copy is complete: 1 MiB takes
+#: 0.55 ms through device memory and 0.88 ms through the host, 108 MB 1.1 and 52 ms; smaller ones were not measured.
+IPC_BYTES = 1 << 20
 
 
 class Snapshot:

@@ -50,7 +50,7 @@ class SeqlockWeightSyncScheme(WeightSyncScheme):
     Keyword Args:
         num_workers (int, optional): how many. Defaults to the ``num_workers`` of the context given to
             ``init_on_sender``.
-        transport ("auto", "host" or "ipc"): ``"auto"`` takes device memory for 16 MiB or more on the same GPU (by
+        transport ("auto", "host" or "ipc"): ``"auto"`` takes device memory for 1 MiB or more on the same GPU (by
             UUID); ``"ipc"`` fails, with the reason, where it cannot be had. Defaults to ``"auto"``.
         connect_timeout (float): seconds that ``connect`` waits. Defaults to 60.
 
