@@ -238,9 +238,10 @@ class TestWriteBack:
         assert 1 < len(wanted) <= 12
         _assert_stored(part.replay, wanted)
 
-    def test_so_are_those_of_many_updates_that_are_awaited_late(self, parts):
+    @pytest.mark.parametrize("option", ["replay.prefetch=0", "replay.prefetch=1", "replay.visibility=eventual"])
+    def test_so_are_those_of_many_updates_that_are_awaited_late(self, parts, option):
         """case 22"""
-        part = parts(*PENDULUM, "learner.batch_size=6")
+        part = parts(*PENDULUM, "learner.batch_size=6", option)
         part.collect(20)
         wanted, futures = {}, []
         for _ in range(4):
@@ -541,6 +542,8 @@ class TestErrors:
             ("learner.train_ratio=0", "learner.train_ratio must be positive, got 0.0"),
             ("networks.belief=12", "networks.belief must be a multiple of networks.blocks = 8, got 12"),
             ("replay.capacity=5", r"replay.capacity must be more than learner.seq_len \+ 1 = 5, got 5"),
+            ("replay.visibility=late", "replay.visibility must be one of"),
+            ("replay.prefetch=-1", "replay.prefetch must be null or >= 0, got -1"),
             ("collector.num_workers=3", "collector.num_workers must be at most env.num_envs = 2, got 3"),
             ("+learner.nope=1", "the keys of learner must be among"),
         ],

@@ -71,6 +71,7 @@ def make_replay(settings: Settings, layout: RowLayout, device: torch.device) -> 
         sample_device=None if place == device else device,
         generator=generator,
         prefetch=prefetch or None,
+        visibility=settings.replay.visibility,  # type: ignore[arg-type]  # the settings refuse others
     )
 
 

@@ -37,7 +37,12 @@ class ReplaySettings:
     """Batches drawn ahead, which do not wait for the latents of the updates meanwhile. None is 1 where a replay on the
     host feeds a learner on a device, which would wait for it; else 0."""
 
+    visibility: str
+    """Whether a batch that is drawn waits for the latents of the update before: ``ordered``, ``eventual``."""
+
     def __post_init__(self) -> None:
+        known = ("ordered", "eventual")
+        require(self.visibility in known, "replay.visibility", f"one of {known}", self.visibility)
         require(self.prefetch is None or self.prefetch >= 0, "replay.prefetch", "null or >= 0", self.prefetch)
 
 
