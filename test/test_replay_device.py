@@ -9,6 +9,7 @@ against the reference without a GPU; the tests marked ``gpu`` repeat that on CUD
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import replace
 from unittest import mock
 
@@ -19,8 +20,18 @@ from tensordict import TensorDict
 from test_replay_cases import flat_rows
 from test_replay_model import Config, Empty, EndStreams, Run, model, programs, run_program
 
-from torchrl_ext.data import PackedRun, RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler, _fused
+from torchrl_ext.data import (
+    PackedRun,
+    PrioritizedTransitionSampler,
+    RowLayout,
+    SequenceSampler,
+    SlotReplayBuffer,
+    SlotStorage,
+    TransitionSampler,
+    _fused,
+)
 from torchrl_ext.data._block import SlotBlock
+from torchrl_ext.data.batch_pool import BatchPool, PinnedPool
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -102,6 +113,59 @@ def filled(device: str, num_streams: int = 64, *, capacity: int = 32, seed: int 
             run = RowLayout.from_tensordict(run).pack(run)
         buffer.extend_batch(run, streams=slice(0, width))
     return buffer
+
+
+SAMPLERS = [TransitionSampler(2, 0.9), PrioritizedTransitionSampler(), SequenceSampler(4)]
+
+
+def on_host(sampler, device: str) -> SlotReplayBuffer:
+    buffer = SlotReplayBuffer(
+        storage=SlotStorage(32, 4), sampler=copy.deepcopy(sampler), sample_device=device, batch_size=16
+    )
+    step = torch.arange(32.0).view(32, 1, 1) + 1000 * torch.arange(4.0).view(1, 4, 1)
+    never = torch.zeros(32, 4, 1, dtype=torch.bool)
+    flags = {key: never.clone() for key in ("done", "terminated", "truncated")}
+    following = {"observation": step + 1, "reward": step.clone(), **flags}
+    buffer.extend_batch(TensorDict({"observation": step, "next": following}, [32, 4]))
+    return buffer
+
+
+class TestBatchesThatLeaveTheHost:
+    @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
+    def test_only_batches_for_a_cuda_device_are_made_in_page_locked_memory(self, sampler):
+        taken = []
+        with mock.patch.object(PinnedPool, "take", lambda _, nbytes: taken.append(nbytes) or BatchPool().take(nbytes)):
+            buffer = on_host(sampler, "cpu")
+            before = buffer.sample()
+            assert not taken
+            # Its name decides; the sampler itself is told to leave the batch here.
+            buffer.sample_device = torch.device("cuda")
+            draw = type(buffer._sampler).draw_batch
+
+            def here(self, *args, **options):
+                assert options.pop("device").type == "cuda"
+                return draw(self, *args, device=None, **options)
+
+            with mock.patch.object(type(buffer._sampler), "draw_batch", here):
+                after = buffer.sample()
+        assert taken and set(after.keys(True)) == set(before.keys(True))
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
+    def test_sampling_does_not_wait_for_what_the_device_still_has_to_do(self, sampler):
+        buffer = on_host(sampler, "cuda")
+        buffer.sample()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # half a second of updates that were enqueued before
+        done = torch.cuda.Event()
+        done.record()
+        sample = buffer.sample()
+        assert not done.query(), "sampling waited for the device"
+        torch.cuda.synchronize()
+        slot, stream = sample["index"].reshape(-1, 2).cpu().unbind(-1)
+        assert sample["observation"].is_cuda
+        assert torch.equal(sample["observation"].reshape(-1).cpu(), 1000.0 * stream + slot)
 
 
 @pytest.mark.gpu

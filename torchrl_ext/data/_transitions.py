@@ -128,12 +128,19 @@ def _finish(
     if device is not None and device != rows.device:
         rows = rows.to(device, non_blocking=True)
         later = None if later is None else later.to(device, non_blocking=True)
-        small = {key: leaf.to(device, non_blocking=True) for key, leaf in small.items()}
+        small = {key: moved(leaf, device) for key, leaf in small.items()}
     leaves = transition_leaves(layout, rows, later)
     if contiguous:
         leaves = {key: _own_memory(leaf, pool) for key, leaf in leaves.items()}
     leaves.update(small)
     return layout.assemble(leaves, rows.shape[:1], rows.device), small
+
+
+def moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a leaf of a batch on another device; a CUDA device is not waited for."""
+    if device.type == "cuda" and leaf.device.type == "cpu":
+        leaf = leaf.pin_memory()
+    return leaf.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

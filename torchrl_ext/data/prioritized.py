@@ -17,7 +17,7 @@ from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._device_priorities import ByPriority, DevicePriorities
 from torchrl_ext.data._priorities import STATE, HostPriorities, PriorityTable, capturing
 from torchrl_ext.data._slot_read import split_index
-from torchrl_ext.data._transitions import assemble, assemble_fused
+from torchrl_ext.data._transitions import assemble, assemble_fused, moved
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
 from torchrl_ext.data.samplers import TransitionSampler
@@ -183,7 +183,7 @@ class PrioritizedTransitionSampler(TransitionSampler):
         weight = cast(PriorityTable, self._table).importance(drawn.at)
         batch, small = assemble(storage.block, drawn, *recipe, **options)
         if device is not None:
-            weight = weight.to(device, non_blocking=True)
+            weight = moved(weight, device)
         batch.set(self.weight_key, weight)
         small[self.weight_key] = weight
         return batch, small

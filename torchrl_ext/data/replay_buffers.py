@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_ext.data._prefetch_state import read_prefetch, write_prefetch
+from torchrl_ext.data.batch_pool import PinnedPool
 from torchrl_ext.data.conditional_updates import ConditionalUpdates
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.packing import PackedRun
@@ -31,6 +32,7 @@ __all__ = ["SlotReplayBuffer"]
 
 #: Seconds after which a reader that writers in other processes disturb again and again gives up.
 _PATIENCE = 10.0
+_PINNED = PinnedPool()
 
 
 class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
@@ -223,7 +225,9 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
 
     def _consistent_sample(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]]:
         storage = self._storage
-        options = {"contiguous": self.contiguous, "device": self.sample_device, "pool": self._pool}
+        leaving = self.sample_device is not None and self.sample_device.type == "cuda" and storage.device.type == "cpu"
+        pool = _PINNED if leaving else self._pool
+        options = {"contiguous": self.contiguous, "device": self.sample_device, "pool": pool}
         if not storage.has_other_writers:
             return self._sampler.draw_batch(storage, batch_size, **options)
         end = time.monotonic() + _PATIENCE
