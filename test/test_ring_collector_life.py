@@ -347,7 +347,7 @@ class TestDeath:
                 collector.start()
                 assert wait_until(lambda: len(buffer) == 12, "draining in the background") is None
                 wait_until(lambda: gone(pids), "the end of the worker")
-                wait_until(lambda: collector._error is not None, "the error in the background")
+                wait_until(lambda: collector._background.error is not None, "the error in the background")
             drain_for_ever(collector)
         assert time.monotonic() - begun < SEEN_WITHIN
         message = str(caught.value)
@@ -500,7 +500,7 @@ collector = RingCollector(
 print("ready", flush=True)
 if mode == "drain":
     while True:
-        if collector.drain() and len(buffer) > 10:
+        if collector.drain() and min(buffer.storage.head.tolist()) > 5:
             print(float(buffer.storage["next", "reward"][0, 1]), flush=True)
             while True:
                 collector.drain()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
+from threading import RLock
 
 import numpy as np
 import torch
@@ -23,15 +24,18 @@ class Collected:
     """Episodes, stage times and policy lag, since they were last asked for: of the newest 65,536 runs that ended any,
     and the newest 65,536 versions.
 
+    Whoever adds holds the lock; whoever asks waits for it.
+
     Args:
         num_metrics (int): numbers told of each episode.
+        lock (RLock, optional): held by whoever delivers rows. Defaults to one that nobody else has.
     """
 
     boards: list[Board]
     """Of the workers."""
 
-    def __init__(self, num_metrics: int) -> None:
-        self._num_metrics = num_metrics
+    def __init__(self, num_metrics: int, lock: RLock | None = None) -> None:
+        self._num_metrics, self._lock = num_metrics, RLock() if lock is None else lock
         self.boards = []
         self._last_timings: list[dict[str, float]] | None = None
         self._episodes: deque[tuple[int, np.ndarray, EndedEpisodes]] = deque(maxlen=_KEPT)
@@ -60,7 +64,8 @@ class Collected:
             TensorDict: ``[M]`` with ``stream``, ``length`` and ``worker`` (int64), ``return`` (float64, undiscounted)
             and ``metrics`` (float64 ``[M, metrics]``).
         """
-        taken, self._episodes = self._episodes, deque(maxlen=_KEPT)
+        with self._lock:
+            taken, self._episodes = self._episodes, deque(maxlen=_KEPT)
         none = EndedEpisodes(np.zeros(0), np.zeros(0, np.int64), np.zeros((0, self._num_metrics)))
         streams = np.concatenate([np.zeros(0, np.int64), *(streams for _, streams, _ in taken)])
         workers = np.concatenate([np.zeros(0, np.int64), *(np.full(len(s), worker) for worker, s, _ in taken)])
@@ -87,12 +92,14 @@ class Collected:
 
     def pop_versions(self) -> dict[int, int]:
         """Returns how many rows since the last call each version of the policy acted in."""
-        taken, self._rows_of = self._rows_of, {}
+        with self._lock:
+            taken, self._rows_of = self._rows_of, {}
         return taken
 
     def pop_policy_lag(self) -> tuple[float, int]:
         """Returns by how many published versions the policies of the rows since the last call were behind when the rows
         were delivered: mean and maximum; zeros without rows."""
-        mean = self._lag_sum / self._lag_rows if self._lag_rows else 0.0
-        most, self._lag_sum, self._lag_max, self._lag_rows = self._lag_max, 0, 0, 0
+        with self._lock:
+            mean = self._lag_sum / self._lag_rows if self._lag_rows else 0.0
+            most, self._lag_sum, self._lag_max, self._lag_rows = self._lag_max, 0, 0, 0
         return mean, most

@@ -4,122 +4,78 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torchrl.envs import Compose, EnvBase, TransformedEnv
-from torchrl.envs.utils import RandomPolicy
-from torchrl.modules.utils import get_primers_from_module
 
-from torchrl_ext.collectors._ring_worker import split_evenly
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage
 from torchrl_ext.data.sizing import free_bytes, gigabytes
 from torchrl_ext.transport import HostRing
+from torchrl_ext.weight_update import SeqlockWeightSyncScheme
 
-__all__ = ["EnvFactories", "check_frames", "check_memory", "check_storage", "policy_for_workers", "ring_capacity"]
+__all__ = [
+    "check_choices",
+    "check_frames",
+    "check_memory",
+    "check_storage",
+    "device_of",
+    "frames_unit",
+    "make_scheme",
+    "options_of",
+    "ring_capacity",
+    "target_device",
+]
 
 #: Bytes of a ring where its slots are not numbered by the caller, and the most and fewest slots then.
 _RING_BYTES, _MOST_SLOTS, _FEWEST_SLOTS = 1 << 28, 64, 4
 
 
-class EnvFactories:
-    """One environment factory per worker, and the streams of each.
+def check_choices(policy: Any, policy_factory: Any, batches: str, max_restarts: int, replay_buffer: Any) -> None:
+    """Raises for options that exclude each other."""
+    if policy is not None and policy_factory is not None:
+        raise ValueError("RingCollector: policy and policy_factory must not both be given. Nothing was started.")
+    if batches not in ("all", "any"):
+        raise ValueError(f"RingCollector: batches must be 'all' or 'any', got {batches!r}. Nothing was started.")
+    if max_restarts and replay_buffer is None:
+        raise ValueError("RingCollector: max_restarts must come with a replay_buffer. Nothing was started.")
 
-    Args:
-        create_env_fn (callable or sequence of callable): one for each worker; or one for all, which is called with
-            ``num_envs=`` the streams of a worker where ``num_streams`` is given, without arguments otherwise.
-        num_workers (int, optional): Defaults to the number of factories, else 1.
-        num_streams (int, optional): of all workers.
 
-    Raises:
-        ValueError: for no worker, more workers than streams, or factories that do not match.
-    """
+def frames_unit(widths: Sequence[int], *, whole: bool) -> int:
+    """Returns the rows of a step in a batch, which is of all workers where ``whole``, else of one."""
+    if whole:
+        return sum(widths)
+    if len(set(widths)) > 1:
+        raise ValueError(
+            f"RingCollector: batches='any' must come with equal workers, got {widths} streams. Nothing was started."
+        )
+    return widths[0]
 
-    def __init__(
-        self,
-        create_env_fn: Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]],
-        num_workers: int | None,
-        num_streams: int | None,
-    ) -> None:
-        several = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
-        given = 1 if several is None else len(several)
-        count = given if num_workers is None else num_workers
-        if count < 1 or (several is not None and given != count):
-            raise ValueError(
-                f"RingCollector: num_workers must be at least 1 and match the factories, got {count} workers and "
-                f"{given} factories. Nothing was started."
+
+def make_scheme(
+    schemes: Mapping[str, SeqlockWeightSyncScheme] | None, policy: Any, num_workers: int
+) -> SeqlockWeightSyncScheme | None:
+    """Returns the sender of the policy's weights, initialised; None where there are no weights."""
+    has_weights = isinstance(policy, nn.Module) and any(True for _ in (*policy.parameters(), *policy.buffers()))
+    if schemes is not None:
+        scheme = schemes.get("policy")
+        if list(schemes) != ["policy"] or not isinstance(scheme, SeqlockWeightSyncScheme) or not has_weights:
+            raise TypeError(
+                "RingCollector: weight_sync_schemes must be {'policy': SeqlockWeightSyncScheme(...)} for a module "
+                f"with weights, got {dict(schemes)} for {type(policy).__name__}. Nothing was started."
             )
-        one = cast(Callable[..., EnvBase], create_env_fn)
-        self.columns: list[slice] = []
-        self.factories: list[Callable[[], EnvBase]] = [one] * count if several is None else several
-        if num_streams is not None:
-            if num_streams < count or several is not None:
-                raise ValueError(
-                    f"RingCollector: num_streams must be at least num_workers={count} and come with one factory, got "
-                    f"{num_streams} with {given}. Nothing was started."
-                )
-            self.columns = split_evenly(num_streams, count)
-            self.factories = [partial(one, num_envs=block.stop - block.start) for block in self.columns]
-
-    def example(self) -> EnvBase:
-        """Makes the first worker's environment, for its specs; the caller closes it."""
-        return self.factories[0]()
-
-    def with_primers(self, policy: Any, env: EnvBase) -> EnvBase:
-        """Gives every environment the recurrent state that the policy asks for and ``env`` does not have yet."""
-        if not isinstance(policy, nn.Module):
-            return env
-        found, known = get_primers_from_module(policy, warn=False), set(env.observation_spec.keys(True, True))
-        primers = [
-            primer
-            for primer in getattr(found, "transforms", [] if found is None else [found])
-            if not set(primer.primers.keys(True, True)) <= known
-        ]
-        if not primers:
-            return env
-        self.factories = [partial(_primed, factory, copy.deepcopy(primers)) for factory in self.factories]
-        return _primed(lambda: env, primers)
-
-    def count_streams(self, first: int) -> None:
-        """Finds the streams of each worker, where they were not given, from those of the first one."""
-        if self.columns:
-            return
-        sizes = [first]
-        for factory in self.factories[1:]:
-            if factory is self.factories[0]:
-                sizes.append(first)
-                continue
-            env = factory()
-            sizes.append(max(env.batch_size.numel(), 1))
-            close_env(env)
-        bounds = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-        self.columns = [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-def _primed(factory: Callable[[], EnvBase], primers: Sequence[Any]) -> EnvBase:
-    return TransformedEnv(factory(), Compose(*copy.deepcopy(primers)))
-
-
-def close_env(env: EnvBase) -> None:
-    """Closes an environment that may never have been opened, where another call would raise."""
-    if not env.is_closed:
-        env.close()
-
-
-def policy_for_workers(policy: Any) -> Any:
-    """Returns a copy of the policy on the host, as it travels to workers; None for random actions."""
-    if policy is None or isinstance(policy, RandomPolicy):
+    elif has_weights:
+        scheme = SeqlockWeightSyncScheme()
+    else:
         return None
-    if not isinstance(policy, nn.Module):
-        return policy
-    held = [*policy.parameters(), *policy.buffers()]
-    # What lies in shared memory would be shared with the workers, who act with weights of their own.
-    apart = all(value.device.type == "cpu" and not value.is_shared() for value in held)
-    return policy if apart else copy.deepcopy(policy).cpu()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=num_workers)
+    return scheme
+
+
+def options_of(value: bool | dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the options of a compilation that may be switched on by ``True``, None where it is off."""
+    return dict(value) if isinstance(value, Mapping) else ({} if value else None)
 
 
 def check_frames(name: str, frames: int, multiple: int) -> None:
@@ -151,6 +107,14 @@ def check_storage(replay_buffer: Any, layout: RowLayout, num_streams: int) -> Sl
             "layout=collector.layout, or choose the same observation_keys and extra_keys."
         )
     return storage
+
+
+def target_device(storage: SlotStorage | None, storing_device: torch.device | str | None) -> torch.device | None:
+    """Returns the CUDA device that rows end up on, the storage's if it has one; None for the host."""
+    device = device_of(storing_device)
+    if storage is not None and storage.device is not None:
+        device = device_of(storage.device)
+    return device if device is not None and device.type == "cuda" else None
 
 
 def ring_capacity(slots: int | None, slot_bytes: int) -> int:

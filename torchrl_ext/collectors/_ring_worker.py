@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 
 from torchrl_ext.collectors._board import Board, Counter
 from torchrl_ext.collectors._spawn import Payload
-from torchrl_ext.collectors._worker import WorkerOptions, collect
+from torchrl_ext.collectors._worker import collect
+from torchrl_ext.collectors._worker_options import WorkerOptions
 from torchrl_ext.collectors._worker_process import WorkerProcess
-from torchrl_ext.transport import CudaIpcConsumer, CudaIpcRing, HostConsumer, HostRing, RingExport
+from torchrl_ext.transport import CudaIpcConsumer, CudaIpcRing, HostConsumer, HostRing, RingExport, RingPeerDied
 from torchrl_ext.transport.consumer import RingConsumer
 
 __all__ = ["Refused", "RingWorker"]
@@ -64,8 +66,8 @@ class RingWorker:
         #: Slots that were read but never delivered, and steps of a run that is gone on with: the credit counts without
         #: the first and with the second.
         self.dropped = self.earlier = 0
-        self._payload = self._pack()
-        self.consumer.grant(0)
+        self._random_steps, self._payload = options.random_steps, self._pack()
+        self.grant(0)
 
     @property
     def num_streams(self) -> int:
@@ -115,6 +117,7 @@ class RingWorker:
 
     def grant(self, steps: int) -> None:
         """Lets the worker go on until it delivered so many steps in all."""
+        self._granted = steps
         self.consumer.grant(min(steps + self.dropped - self.earlier, 2**62))
 
     def check(self, stall_timeout: float) -> None:
@@ -134,8 +137,10 @@ class RingWorker:
         self.board.counters[Counter.COMMANDS] += 1
 
     def wait_for(self, command: str, timeout: float) -> None:
-        """Waits until a command is done."""
-        self.process.recv(timeout, what=f"that it has done {command!r}")
+        """Waits until a command, the last one, is done."""
+        done = ("done", self.board.counters[Counter.COMMANDS])
+        while self.process.recv(timeout, what=f"that it has done {command!r}") != done:
+            pass  # the late answer to an earlier one, for which nobody waited any more
 
     def wait_until_quiet(self, timeout: float) -> None:
         """Waits until the worker waits for room, as it does without credit."""
@@ -148,35 +153,60 @@ class RingWorker:
                 raise TimeoutError(f"RingCollector: {self.name} must come to rest within {timeout} s.")
             time.sleep(1e-4)
 
-    def drop_unread(self) -> int:
-        """Gives back what is published and was not delivered; the worker must be at rest. Returns the steps."""
-        before = self.consumer.read
-        while (span := self.consumer.read_span(tail=False)) is not None:
-            span.commit()
-        self.dropped += self.consumer.read - before
-        return self.consumer.read - before
+    def drop_unread(self, timeout: float) -> None:
+        """Gives back what was pushed and not delivered, also what is on its way to the device.
+
+        The worker must be at rest, or dead: what a dead one left incomplete is dropped when it is started anew.
+
+        Raises:
+            TimeoutError: when what was pushed is not complete after so many seconds.
+        """
+        before, deadline = self.consumer.read, time.monotonic() + timeout
+        try:
+            with suppress(RingPeerDied):
+                while self.consumer.unread:
+                    if (span := self.consumer.read_span(tail=False)) is not None:
+                        span.commit()
+                    elif time.monotonic() > deadline:
+                        raise TimeoutError(f"RingCollector: {self.name} must complete its rows within {timeout} s.")
+                    else:
+                        time.sleep(1e-4)
+        finally:
+            self.dropped += self.consumer.read - before
 
     def count_from(self, steps: int) -> None:
-        """Goes on counting delivered steps from a number."""
+        """Goes on counting delivered steps from a number; nothing may be unread."""
         self.dropped, self.earlier = self.consumer.read, steps
 
-    def act_randomly_for(self, steps: int) -> None:
-        """Remembers for restarts how many more steps are random."""
-        self.options = replace(self.options, random_steps=self.board.counters[Counter.STEPS] + steps)
+    def begin_anew(self, *, seed: int | None, epoch: int, static_seed: bool) -> None:
+        """Has the worker, which is at rest, seed and reset its streams; ``wait_for("seed", ...)`` waits for it."""
+        self.options = replace(self.options, seed=seed, epoch=epoch, static_seed=static_seed)
+        self.command("seed", (seed, epoch, static_seed, self._random_left))
 
-    def restart(self, deadline: float, *, seed: int | None, epoch: int) -> int:
-        """Starts another process for the same streams after this one has ended; returns the steps lost on the way."""
+    @property
+    def _random_left(self) -> int:
+        # By what was delivered: a random step that was dropped is acted again.
+        return max(self._random_steps - self.steps, 0)
+
+    def restart(self, deadline: float, *, seed: int | None, epoch: int) -> None:
+        """Starts another process for the same streams after this one has ended and what it published was read.
+
+        When that one does not become ready it is dead as well, and may be started anew in its turn.
+        """
         self.process.close()
         self._forget()
-        lost = self.consumer.restart()
-        self.dropped += lost
-        self.options = replace(self.options, seed=seed, epoch=epoch)
+        self.dropped += self.consumer.restart()
+        self.grant(self._granted)
+        self.options = replace(self.options, seed=seed, epoch=epoch, random_steps=self._random_left)
         self._payload.close()
         self._payload = self._pack()
         self.board.counters[Counter.COMMANDS] = 0
         self.start()
-        self.wait_until_ready(deadline)
-        return lost
+        try:
+            self.wait_until_ready(deadline)
+        except BaseException:
+            self.process.kill()  # it would step, and say that it is ready, when nobody expects it
+            raise
 
     def _forget(self) -> None:
         if self._exported is not None and isinstance(self._ring, CudaIpcRing):
@@ -203,16 +233,3 @@ def output_path(folder: Path | None, index: int) -> Path | None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"collector-{index}.log"
-
-
-def split_evenly(total: int, parts: int) -> list[slice]:
-    """Splits streams among workers; the first ones have one more.
-
-    >>> split_evenly(10, 4)
-    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None)]
-    """
-    share, more = divmod(total, parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + share + (part < more))
-    return [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]

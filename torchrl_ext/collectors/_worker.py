@@ -1,73 +1,29 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""What runs in a collector's worker process: act, step, push."""
+"""What runs in a collector's worker process, from its arguments to its end."""
 
 from __future__ import annotations
 
 import importlib.util
-import random
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
-import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.envs.utils import set_exploration_type
 
-from torchrl_ext.collectors._board import Board, Counter
-from torchrl_ext.collectors._row_plan import IS_INIT, POLICY_VERSION, TRAJ_IDS, RowPlan
-from torchrl_ext.collectors._stream_blocks import Ends, make_block
+from torchrl_ext.collectors._board import Board
+from torchrl_ext.collectors._row_plan import RowPlan
+from torchrl_ext.collectors._worker_loop import WorkerLoop
+from torchrl_ext.collectors._worker_options import WorkerOptions
 from torchrl_ext.collectors._worker_policy import WorkerPolicy
-from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.transport import CudaIpcProducer, CudaIpcRing, HostProducer, HostRing, RingClosed
 from torchrl_ext.transport.producer import RingProducer
 
-__all__ = ["STAGES", "WorkerOptions", "collect"]
-
-#: Where the time of a step goes; environments that name stages of their own add ``env/<name>``.
-STAGES = ("policy", "env", "push", "wait", "weights", "env/pool")
-#: Seconds between two looks at a full ring: from the first to the longest.
-_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Settings of a worker.
-
-    Args:
-        index (int): of the worker.
-        first_stream (int): global number of its first stream.
-        num_streams (int): streams of all workers.
-        plan (RowPlan): of a row.
-        tails (bool): whether each step's successors are pushed with it.
-        random_steps (int): the number of the first step, all lives together, that the policy acts in.
-        seed (int, optional): base seed of all streams.
-        epoch (int): how often streams began anew before.
-        policy_device (torch.device, optional): of the policy's inputs.
-        exploration_type (ExplorationType): in force while the policy acts.
-        compile_policy, cudagraph_policy (dict, optional): options of each, where wanted.
-        map_timeout (float): seconds to wait for the ring's handle.
-    """
-
-    index: int
-    first_stream: int
-    num_streams: int
-    plan: RowPlan
-    tails: bool
-    random_steps: int
-    seed: int | None
-    epoch: int
-    policy_device: torch.device | None
-    exploration_type: ExplorationType
-    compile_policy: dict[str, Any] | None
-    cudagraph_policy: dict[str, Any] | None
-    map_timeout: float
+__all__ = ["collect"]
 
 
 def collect(
@@ -101,9 +57,9 @@ def collect(
         acting = WorkerPolicy(made, env, weights, options)
         _check_same(env, acting.example, options, ring)
         channel.send(("ready", None))
-        worker = _Worker(channel, env, acting, producer, board, options)
+        loop = WorkerLoop(channel, env, acting, producer, board, options)
         with torch.no_grad(), set_exploration_type(options.exploration_type), suppress(RingClosed):
-            worker.run()
+            loop.run()
     finally:
         if not env.is_closed:
             env.close()
@@ -132,172 +88,3 @@ def _check_same(env: EnvBase, policy: Any, options: WorkerOptions, ring: HostRin
             f"of layout {ring.layout.digest[:12]} ({list(ring.layout.by_key)}), got {count} and {found.digest[:12]} "
             f"({list(found.by_key)}). Nothing was collected."
         )
-
-
-class _Worker:
-    """The loop, and what it keeps between steps."""
-
-    def __init__(
-        self,
-        channel: Any,
-        env: EnvBase,
-        policy: WorkerPolicy,
-        producer: RingProducer,
-        board: Board,
-        options: WorkerOptions,
-    ) -> None:
-        self._channel, self._env, self._policy, self._producer = channel, env, policy, producer
-        self._board, self._counters, self._options = board, board.counters, options
-        plan, slots = options.plan, producer.slots
-        self._layout, self._count = plan.layout, len(slots[0])
-        self._slot_of = {id(slot): number for number, slot in enumerate(slots)}
-        self._block = make_block(env, plan, slots)
-        self._reward = [slot["next", "reward"].reshape(self._count).numpy() for slot in slots]
-        self._marks = [
-            [(key, slot[key].reshape(self._count).numpy()) for key in plan.extra_keys if key in _MARKS]
-            for slot in slots
-        ]
-        self._values: dict[NestedKey, Any] = {
-            IS_INIT: np.ones(self._count, dtype=bool),
-            TRAJ_IDS: np.zeros(self._count, dtype=np.int64),
-            POLICY_VERSION: 0,
-        }
-        self._tail = torch.zeros(self._count, plan.layout.successor_bytes, dtype=torch.uint8)
-        self._tail_leaves = plan.layout.leaves(self._tail, plan.layout.prefix)
-        self._returns = np.zeros(self._count)
-        self._lengths = np.zeros(self._count, dtype=np.int64)
-        self._commands = self._counters[Counter.COMMANDS]
-        self._random_left = max(options.random_steps - self._counters[Counter.STEPS], 0)
-        self._begins = True
-        self._stage_seconds = env.stage_seconds if isinstance(env, EnvPoolEnv) else {}
-        self._seed(options.seed, options.epoch)
-
-    def run(self) -> None:
-        """Collects until the ring is closed."""
-        clock, counters, producer = time.perf_counter, self._counters, self._producer
-        block, policy, board = self._block, self._policy, self._board
-        seconds, inner = board.seconds, [name.removeprefix("env/") for name in STAGES[5:]]
-        started = False
-        while True:
-            begun = clock()
-            if counters[Counter.COMMANDS] != self._commands:
-                started = self._obey() and started
-            slot = producer.reserve()
-            if slot is None and (slot := self._wait_for_room()) is None:
-                continue  # a command came while the ring was full
-            if not started:
-                self._begin()
-                started = True
-            waited = clock()
-            policy.receive()
-            received = clock()
-            number = self._slot_of[id(slot)]
-            if self._random_left > 0:
-                self._random_left -= 1
-                policy.act_randomly(block.observation)
-            else:
-                policy.act(block.observation)
-            acted = clock()
-            self._values[POLICY_VERSION] = policy.version
-            for key, target in self._marks[number]:
-                target[...] = self._values[key]
-            ends = block.step(number)
-            stepped = clock()
-            self._count_step(number, ends)
-            self._publish(ends)
-            board.heartbeat.beat()
-            counters[Counter.STEPS] += 1
-            seconds[0] += acted - received
-            seconds[1] += stepped - acted
-            seconds[2] += clock() - stepped
-            seconds[3] += waited - begun
-            seconds[4] += received - waited
-            for place, name in enumerate(inner, 5):
-                seconds[place] = self._stage_seconds.get(name, 0.0)
-
-    def _publish(self, ends: Ends | None) -> None:
-        options, tail = self._options, None
-        if options.tails:
-            self._block.write_tail(self._tail_leaves)
-            tail = self._tail
-        if ends is None:
-            self._producer.publish(tail=tail, begins=self._begins, version=self._policy.version)
-        else:
-            self._producer.publish(
-                final_streams=ends.streams,
-                finals=ends.finals,
-                tail=tail,
-                begins=self._begins,
-                version=self._policy.version,
-            )
-        self._begins = False
-
-    def _count_step(self, number: int, ends: Ends | None) -> None:
-        self._returns += self._reward[number]
-        self._lengths += 1
-        if self._marks[number]:
-            self._values[IS_INIT][:] = False
-        if ends is None:
-            return
-        streams = ends.streams
-        self._board.write(self._producer.finals, self._returns[streams], self._lengths[streams], ends.metrics)
-        self._returns[streams], self._lengths[streams] = 0.0, 0
-        self._name_trajectories(streams)
-        self._values[IS_INIT][streams] = True
-
-    def _name_trajectories(self, streams: np.ndarray) -> None:
-        # Unique over all workers and lives: each counts its own and leaves room for the others.
-        begun, options = self._counters[Counter.TRAJECTORIES], self._options
-        numbers = begun + np.arange(len(streams))
-        self._values[TRAJ_IDS][streams] = (
-            numbers // self._count * options.num_streams + options.first_stream + numbers % self._count
-        )
-        self._counters[Counter.TRAJECTORIES] = begun + len(streams)
-
-    def _begin(self) -> None:
-        self._block.reset()
-        self._begins = True
-        self._returns.fill(0.0)
-        self._lengths.fill(0)
-        self._values[IS_INIT][:] = True
-        self._name_trajectories(np.arange(self._count))
-
-    def _wait_for_room(self) -> TensorDictBase | None:
-        """Waits for a slot; goes on receiving weights and returns None when there is a command."""
-        counters, pause = self._counters, _PAUSE
-        while counters[Counter.COMMANDS] == self._commands:
-            if (slot := self._producer.reserve()) is not None:
-                return slot
-            counters[Counter.LOOKS] += 1
-            self._policy.receive()
-            self._board.heartbeat.beat()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return None
-
-    def _obey(self) -> bool:
-        """Obeys the parent's messages; returns whether the streams may go on as they are."""
-        go_on = True
-        while self._commands < self._counters[Counter.COMMANDS]:
-            command, value = self._channel.recv()
-            self._commands += 1
-            if command == "seed":
-                self._seed(*value)
-                go_on = False
-            self._channel.send(("done", command))
-        return go_on
-
-    def _seed(self, seed: int | None, epoch: int, static_seed: bool = False, random_steps: int | None = None) -> None:
-        if random_steps is not None:
-            self._random_left = random_steps
-        if seed is None:
-            return
-        options = self._options
-        own = seed + epoch * options.num_streams + options.first_stream
-        torch.manual_seed(own)
-        np.random.seed(own % 2**32)
-        random.seed(own)
-        self._env.set_seed(own, static_seed=static_seed)
-
-
-_MARKS = (IS_INIT, TRAJ_IDS, POLICY_VERSION)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -13,9 +13,7 @@ from torch import nn
 from torchrl.envs import EnvBase
 
 from torchrl_ext.collectors._direct_call import direct_call
-
-if TYPE_CHECKING:
-    from torchrl_ext.collectors._worker import WorkerOptions
+from torchrl_ext.collectors._worker_options import WorkerOptions
 
 __all__ = ["WorkerPolicy"]
 

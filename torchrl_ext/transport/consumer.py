@@ -68,6 +68,11 @@ class RingConsumer(abc.ABC):
         return self._complete(issued) - self._read
 
     @property
+    def unread(self) -> int:
+        """Slots that were written and not committed, also those whose copy is not complete."""
+        return self._cursors[Cursor.ISSUED] - self._read
+
+    @property
     def finals(self) -> int:
         """Final observations committed since the ring was made."""
         return self._finals
