@@ -394,6 +394,22 @@ class TestEnvPool:
         assert len(torch.unique(rows["observation"].reshape(-1, 3), dim=0)) == 60
         torch.testing.assert_close(rows["action"], policy(rows.select("observation"))["action"])
 
+    def test_policy_that_writes_over_its_observations_sees_every_one(self):
+        policy = nn.Linear(3, 1)
+
+        def over(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return observation + 100.0, policy(observation)
+
+        module = TensorDictModule(over, in_keys=["observation"], out_keys=["observation", "action"])
+        collector = RingCollector(make_pool, module, num_streams=3, frames_per_batch=60, seed=5)
+        try:
+            with within(DEADLINE, "collecting with a policy that writes over its observations"):
+                rows = collector.next()
+        finally:
+            collector.shutdown()
+        assert rows["observation"].abs().max() < 50.0, "rows have what the environment showed"
+        torch.testing.assert_close(rows["action"], policy(rows["observation"]))
+
     def test_is_init_follows_each_end(self, pool):
         done, init = pool.first["next", "done"], pool.first["is_init"]
         assert init[0].all() and torch.equal(init[1:], done[:-1])

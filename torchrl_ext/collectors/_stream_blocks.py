@@ -39,6 +39,9 @@ class StreamBlock(Protocol):
     def reset(self) -> None:
         """Begins an episode in every stream."""
 
+    def restore(self) -> None:
+        """Makes ``observation`` show what comes, whatever a policy has put in its place."""
+
     def step(self, slot: int) -> Ends | None:
         """Steps with the action in ``observation``, writes the row of a slot."""
 
@@ -70,15 +73,17 @@ class PoolBlock:
         self.observation = self._env.current_observation().copy()
         self._live = list(self._env.current_observation().items())
 
+    def restore(self) -> None:
+        """See :class:`StreamBlock`."""
+        # A policy that answers with copies, from a device for one, has put them where the pool's own memory stood.
+        for key, live in self._live:
+            self.observation.set(key, live)
+
     def step(self, slot: int) -> Ends | None:
         """See :class:`StreamBlock`."""
         for key, target in self._outputs[slot]:
             target.copy_(self.observation.get(key))
         finals = self._env.step_into(self.observation.get("action"), self._bound[slot])
-        for key, live in self._live:
-            # A policy that answers with copies, from a device for one, has put them in the place of what goes on.
-            if self.observation.get(key) is not live:
-                self.observation.set(key, live)
         if finals is None:
             return None
         layout, observations = self._plan.layout, finals.observations
@@ -114,6 +119,9 @@ class TensorDictBlock:
     def reset(self) -> None:
         """See :class:`StreamBlock`."""
         self.observation = self._env.reset()
+
+    def restore(self) -> None:
+        """Nothing to do: each step brings observations of its own."""
 
     def step(self, slot: int) -> Ends | None:
         """See :class:`StreamBlock`."""

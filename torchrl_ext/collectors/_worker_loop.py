@@ -111,7 +111,8 @@ class WorkerLoop:
                 self._random_left -= 1
                 policy.act_randomly(block.observation)
             else:
-                policy.act(block.observation)
+                if policy.act(block.observation):
+                    block.restore()
             acted = clock()
             self._values[POLICY_VERSION] = policy.version
             for key, target in self._marks[number]:

@@ -35,9 +35,10 @@ class WorkerPolicy:
         if isinstance(policy, nn.Module) and device is not None:
             policy = policy.to(device)
         self._policy = self._called = policy
-        self._in_keys = self._out_keys = None
-        if self._device is not None:
-            self._in_keys, self._out_keys = _keys_of(policy, "in_keys"), _keys_of(policy, "out_keys")
+        self._in_keys, self._out_keys = _keys_of(policy, "in_keys"), _keys_of(policy, "out_keys")
+        observed = {unravel_key(key) for key in env.observation_spec.keys(True, True)}
+        # What does not say what it writes may write anything.
+        self._replaces = self._out_keys is None or not observed.isdisjoint(self._out_keys)
         if weights is not None:
             weights.init_on_receiver(model_id="policy", model=policy)
             weights.connect()
@@ -66,21 +67,24 @@ class WorkerPolicy:
         if self._weights is not None and self._weights.receive() is not None:
             self._version = self._weights.version
 
-    def act(self, observation: TensorDictBase) -> None:
-        """Writes what the policy writes."""
+    def act(self, observation: TensorDictBase) -> bool:
+        """Writes what the policy writes; returns whether that may stand in the place of observations."""
         if self._called is None:
             self.act_randomly(observation)
-        elif self._device is None:
+            return False
+        if self._device is None:
             acted = self._called(observation)
-            if acted is not observation:
-                observation.update(acted)
-        else:
-            seen = observation if self._in_keys is None else observation.select(*self._in_keys, strict=False)
-            acted = self._called(seen.to(self._device, non_blocking=True))
-            if self._out_keys is not None:
-                acted = acted.select(*self._out_keys, strict=False)  # what it was given need not come back
-            # The environment needs the action on the host: the one wait of a step.
-            observation.update(acted.to(torch.device("cpu")))
+            if acted is observation:
+                return self._replaces
+            observation.update(acted)
+            return True
+        seen = observation if self._in_keys is None else observation.select(*self._in_keys, strict=False)
+        acted = self._called(seen.to(self._device, non_blocking=True))
+        if self._out_keys is not None:
+            acted = acted.select(*self._out_keys, strict=False)  # what it was given need not come back
+        # The environment needs the action on the host: the one wait of a step.
+        observation.update(acted.to(torch.device("cpu")))
+        return self._replaces
 
     def act_randomly(self, observation: TensorDictBase) -> None:
         """Writes a random action."""
