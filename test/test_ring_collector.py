@@ -31,6 +31,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from torchrl_ext.collectors import RingCollector
+from torchrl_ext.collectors._worker_policy import WorkerPolicy
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
 from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.testing import CountingEnv
@@ -393,6 +394,19 @@ class TestEnvPool:
             collector.shutdown()
         assert len(torch.unique(rows["observation"].reshape(-1, 3), dim=0)) == 60
         torch.testing.assert_close(rows["action"], policy(rows.select("observation"))["action"])
+
+    def test_policy_on_a_device_brings_back_what_it_writes_and_nothing_else(self):
+        env, module = make_pool(3), pool_policy()
+        options = SimpleNamespace(policy_device=None, compile_policy=None, cudagraph_policy=None)
+        policy = WorkerPolicy(module, env, None, options)
+        # By the path of any other device, which answers with copies.
+        policy._device, policy._called = torch.device("cpu"), lambda data: module(data.clone())
+        observation = TensorDict(observation=torch.randn(3, 3), other=torch.zeros(3, 1), batch_size=[3])
+        before = dict(observation.items())
+        assert policy.act(observation) is False
+        assert all(observation[key] is value for key, value in before.items())
+        assert torch.equal(observation["action"], module(observation.clone())["action"])
+        env.close()
 
     def test_policy_that_writes_over_its_observations_sees_every_one(self):
         policy = nn.Linear(3, 1)
