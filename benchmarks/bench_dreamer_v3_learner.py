@@ -149,7 +149,7 @@ def _measure(learner: Learner, parts: Parts, args: argparse.Namespace, device: t
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cpu", help="of the learner: cpu, cuda")
-    parser.add_argument("--replay-device", nargs="+", default=None, help="one or several; default: the learner's")
+    parser.add_argument("--replay-device", nargs="+", choices=("cpu", "cuda"), help="default: the learner's")
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=["ours"], help="of the replay")
     parser.add_argument("--preset", choices=tuple(SPACES), default="dmc_walker")
     parser.add_argument("--updates", type=int, default=50, help="of a block")

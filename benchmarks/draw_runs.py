@@ -47,6 +47,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER", help="folders with a metrics.jsonl")
     parser.add_argument("--out", type=Path, default=Path("curves.png"))
     options = parser.parse_args()
+    for run in options.runs:
+        if not (Path(run.partition("=")[2]) / "metrics.jsonl").is_file():
+            parser.error(f"each run must be LABEL=FOLDER with a metrics.jsonl in the folder, got {run!r}.")
     draw(options.runs, options.out)
 
 

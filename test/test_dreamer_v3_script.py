@@ -534,6 +534,10 @@ class TestPresets:
 class TestErrors:
     """Contract: what is wrong with a configuration is said in one sentence, before anything is started."""
 
+    def test_a_replay_on_a_device_that_is_not_there_is_named(self, parts):
+        with pytest.raises(ValueError, match="replay.device must be auto or a device of this machine, got 'cuda:99'"):
+            parts(*PENDULUM, "replay.device=cuda:99")
+
     @pytest.mark.parametrize(
         ("override", "message"),
         [

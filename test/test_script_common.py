@@ -126,6 +126,13 @@ class TestLearnerTime:
     def go_on(self, seconds: float) -> None:
         self.now += seconds
 
+    def test_a_device_is_busy_with_updates_however_soon_the_host_has_launched_them(self, times):
+        times._device = torch.device("cuda")  # its stages are timed by the clock of this test
+        with times.updating(4):
+            self.go_on(0.8)
+        self.go_on(0.8)
+        assert times.metrics("log")["learner/busy_share"] == pytest.approx(0.5)
+
     def test_milliseconds_are_of_an_entry_and_of_one_update_and_shares_of_the_time(self, times):
         with times.stage("drain"):
             self.go_on(0.5)

@@ -305,10 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--agent", nargs="*", default=[], metavar="KEY=VALUE", help="of MotrixLab's FastSacAgentCfg")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         run = Run(options)
-    except PeerUnavailableError as error:
-        raise SystemExit(f"motrixlab_run: {error}") from error
+    except (PeerUnavailableError, OmegaConfBaseException) as error:
+        raise SystemExit(f"motrixlab_run: {str(error).splitlines()[0]}") from error
     try:
         run.train()
         print(json.dumps(run.summary(run.evaluate())), flush=True)

@@ -13,8 +13,8 @@ import torch
 EVAL_SEED_OFFSET = 1_000_003
 
 
-def make_device(name: str) -> torch.device:
-    """Returns the device of a setting; ``auto`` is a GPU where there is one.
+def make_device(name: str, setting: str = "device") -> torch.device:
+    """Returns the device of a setting, which errors name; ``auto`` is a GPU where there is one.
 
     Raises:
         ValueError: if there is no such device.
@@ -25,9 +25,9 @@ def make_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be auto or a device of this machine, got {name!r}; nothing was started.") from (
-            error
-        )
+        raise ValueError(
+            f"{setting} must be auto or a device of this machine, got {name!r}; nothing was started."
+        ) from error
     return device
 
 

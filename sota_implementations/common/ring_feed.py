@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrl.envs.utils import ExplorationType
 
-from common.setting_groups import RingSettings
+from common.setting_groups import CollectorSettings
 from torchrl_ext.collectors import RingCollector
 
 _PAUSE = 1e-3
@@ -122,7 +122,7 @@ class RingFeed:
             self.collector.shutdown()
 
 
-def ring_options(settings: RingSettings, learner_device: torch.device) -> dict[str, Any]:
+def ring_options(settings: CollectorSettings, learner_device: torch.device) -> dict[str, Any]:
     """Returns what the settings say of a :class:`RingCollector`, which explores."""
     device = settings.policy_device
     return {

@@ -36,9 +36,11 @@ class EnvSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSettings:
-    """The worker processes of a collector."""
+class CollectorSettings:
+    """The worker processes of a collector, and when learning starts."""
 
+    learning_starts: int
+    """Rows below which there is no update."""
     max_ahead: int
     """Vector steps that may be collected before the updates of the rows at hand are done."""
     publish_every: int
@@ -55,7 +57,7 @@ class RingSettings:
     """Dead workers that are started anew before the run gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("max_ahead", "publish_every", "num_workers", "policy_threads"):
+        for name in ("learning_starts", "max_ahead", "publish_every", "num_workers", "policy_threads"):
             require(getattr(self, name) >= 1, f"collector.{name}", ">= 1", getattr(self, name))
 
 

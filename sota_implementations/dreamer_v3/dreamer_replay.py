@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 import torch
+from common.devices import make_device
 from dreamer_envs import OBSERVATION
 from dreamer_settings import Settings
 from tensordict import TensorDictBase
@@ -57,7 +58,7 @@ def make_replay(settings: Settings, layout: RowLayout, device: torch.device) -> 
     Raises:
         MemoryError: if there is not as much memory; it says how much each field needs.
     """
-    place = torch.device(settings.replay.device or device)
+    place = device if settings.replay.device is None else make_device(settings.replay.device, "replay.device")
     length = settings.learner.seq_len + 1
     generator = torch.Generator(place)
     generator.manual_seed(settings.seed)

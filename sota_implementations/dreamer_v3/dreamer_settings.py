@@ -8,19 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.parsing import parse, require
-from common.setting_groups import CheckpointSettings, EnvSettings, EvalSettings, LogSettings, RingSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectorSettings(RingSettings):
-    """How rows are collected, and when learning starts. Blocks of updates are of at most ``publish_every``."""
-
-    learning_starts: int
-    """Rows below which there is no update; the policy as initialised collects them."""
-
-    def __post_init__(self) -> None:
-        require(self.learning_starts >= 1, "collector.learning_starts", ">= 1", self.learning_starts)
-        super().__post_init__()
+from common.setting_groups import CheckpointSettings, CollectorSettings, EnvSettings, EvalSettings, LogSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from common import setting_groups as groups
 from common.parsing import parse, require
-from common.setting_groups import CheckpointSettings, EvalSettings, LogSettings, RingSettings
+from common.setting_groups import CheckpointSettings, CollectorSettings, EvalSettings, LogSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,10 @@ class EnvSettings(groups.EnvSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectorSettings(RingSettings):
-    """How rows are collected, and when learning starts; what workers have matters with ``async`` only."""
+class FastSACCollectorSettings(CollectorSettings):
+    """How rows are collected; what workers have matters with ``async`` only."""
 
     steps_per_run: int
-    learning_starts: int
-    """Rows below which there is no update."""
     warm_up_actions: Literal["policy", "uniform"]
     """Who acts until then: the policy as initialised, or uniform draws from the action box."""
     governor: Literal["strict", "free"]
@@ -38,7 +36,6 @@ class CollectorSettings(RingSettings):
 
     def __post_init__(self) -> None:
         require(self.steps_per_run >= 1, "collector.steps_per_run", ">= 1", self.steps_per_run)
-        require(self.learning_starts >= 1, "collector.learning_starts", ">= 1", self.learning_starts)
         super().__post_init__()
 
 
@@ -128,7 +125,7 @@ class Settings:
     run_async: bool | None
     """``async`` in the configuration: workers collect while the learner learns; None is: on CUDA."""
     env: EnvSettings
-    collector: CollectorSettings
+    collector: FastSACCollectorSettings
     replay: ReplaySettings
     networks: NetworkSettings
     learner: LearnerSettings

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import torch
-from common.devices import EVAL_SEED_OFFSET
+from common.devices import EVAL_SEED_OFFSET, make_device
 from common.env_factory import make_env
 from settings import EnvSettings, Settings
 from torchrl.envs import EnvBase
@@ -117,15 +117,15 @@ def make_replay(
     """Allocates the replay, with a generator of its own, so that what is sampled does not depend on who acts.
 
     Keyword Args:
-        capacity (int, optional): slots per stream. Defaults to the settings'.
+        capacity (int, optional): slots per stream, and final observations. Defaults to the settings'.
     """
-    place = torch.device(settings.replay.device or device)
+    place = device if settings.replay.device is None else make_device(settings.replay.device, "replay.device")
     storage = SlotStorage(
         settings.replay.capacity if capacity is None else capacity,
         settings.env.num_envs,
         layout=layout,
         device=place,
-        final_capacity=settings.replay.final_capacity,
+        final_capacity=settings.replay.final_capacity if capacity is None else capacity,
     )
     generator = torch.Generator(place)
     generator.manual_seed(settings.seed)

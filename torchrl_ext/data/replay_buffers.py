@@ -47,7 +47,8 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
         sampler (Sampler, optional): defaults to ``TransitionSampler()``.
         contiguous (bool, optional): ``True`` gives each sampled field its own memory, ``False`` (default) strided views
             of packed rows, which is faster to make and as fast to multiply.
-        sample_device (torch.device, optional): where samples are moved, packed. Defaults to the storage's device.
+        sample_device (torch.device, optional): where samples are moved, packed; from the host to a CUDA device through
+            page-locked memory, in the current stream's order and without waiting. Defaults to the storage's device.
         routing_key (NestedKey, optional): stored or not, holds the stream of each record: :meth:`extend` then takes
             records of any streams in any order. Defaults to None.
         routing_dim (int, optional): the batch dimension of what :meth:`extend` takes whose entries are the streams.
