@@ -75,6 +75,12 @@ class TestAnyProgramOnTheDevicePath:
         run_on(device, Config("small", 6, 2), ops)
 
     @pytest.mark.parametrize("device", ["host memory", pytest.param("cuda", marks=gpu)])
+    def test_a_collector_may_start_anew_many_times_within_a_lap(self, device):
+        """Each start cuts the streams while the successor of their newest row is not known."""
+        start = [Run("packed_bare", ("/..", "/..")), EndStreams(0, 2)]
+        run_on(device, Config("small", 64, 2), [*30 * start, Run("td", ("/..", "/T."))])
+
+    @pytest.mark.parametrize("device", ["host memory", pytest.param("cuda", marks=gpu)])
     def test_runs_that_need_one_copy_alternate_with_runs_that_need_more(self, device):
         plain = Run("packed_bare", ("-..", "-.T"))
         block, tailed, cut = Run("packed_bare", ("-.",)), Run("packed", ("-.X", "-..")), EndStreams(0, 1)

@@ -162,8 +162,10 @@ def place(
     """Turns the ``offset``-th sampleable row of a stream into a row, stepping over holes."""
     step = low[stream] + offset
     if block.may_have_holes:
-        for hole in live_holes(block, low).unbind(-1):  # ascending, so each one shifts what the later ones see
-            step += (hole[stream] <= step).long()
+        # The i-th hole is stepped over by whoever is at or behind it after the i before it were.
+        holes = live_holes(block, low)
+        behind = holes - torch.arange(holes.shape[-1], device=holes.device)
+        step += (behind[stream] <= step.unsqueeze(-1)).sum(-1)
     slot = step.remainder(block.capacity)
     generation = step.div(block.capacity, rounding_mode="floor")
     return Draw(slot * block.num_streams + stream, high[stream] - step, 1, stream, slot, generation)

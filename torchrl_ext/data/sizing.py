@@ -32,9 +32,12 @@ def default_final_capacity(capacity: int, *, grows: bool) -> int:
     return (capacity if capacity <= 16 else min(capacity, share)) + 1
 
 
-def default_hole_capacity(capacity: int) -> int:
-    """Returns the places per stream for rows that were cut before their successor was known."""
-    return min(capacity, 8)
+def default_hole_capacity(capacity: int, *, grows: bool) -> int:
+    """Returns the places per stream for rows that were cut before their successor was known.
+
+    Each new start of a collector takes one until its row is overwritten, so memory that cannot grow has more of them.
+    """
+    return min(capacity, 8 if grows else 64)
 
 
 def block_bytes(layout: RowLayout, capacity: int, num_streams: int, final_capacity: int, hole_capacity: int) -> int:

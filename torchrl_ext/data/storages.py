@@ -130,7 +130,7 @@ class SlotStorage(SavedState):
         return self._kind in ("cpu", "pinned")
 
     def _allocate(self, layout: RowLayout) -> SlotBlock:
-        block = self._make_block(layout, self._final_capacity, default_hole_capacity(self.capacity))
+        block = self._make_block(layout, self._final_capacity, default_hole_capacity(self.capacity, grows=self._grows))
         self._bind(block)
         return block
 
@@ -178,7 +178,7 @@ class SlotStorage(SavedState):
                 larger because it cannot grow. Defaults to ``True``.
         """
         finals = final_capacity or default_final_capacity(capacity, grows=grows)
-        return block_bytes(layout, capacity, num_streams, finals, default_hole_capacity(capacity))
+        return block_bytes(layout, capacity, num_streams, finals, default_hole_capacity(capacity, grows=grows))
 
     @property
     def nbytes(self) -> int:
