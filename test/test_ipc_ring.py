@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _device_memory import own_device_memory
 from test_transport import DEADLINE, STRESS_SLOTS, make_layout, packed, produce, shown, steps_of, write_step
 
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage, TransitionSampler
@@ -352,16 +353,10 @@ class TestTwoProcesses:
             ring.forget(exported)
 
         cycle(False)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()
-        before = torch.cuda.mem_get_info()[0]
+        before = own_device_memory()
         for count in range(int(os.environ.get("IPC_CYCLES", "4"))):
             cycle(count % 2 == 0)
-        torch.cuda.synchronize()
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
-        assert abs(torch.cuda.mem_get_info()[0] - before) < 64 * 2**20
+        assert abs(own_device_memory() - before) < 64 * 2**20
 
     def test_ring_of_a_device_that_is_not_visible_is_refused(self):
         ring = CudaIpcRing(make_layout(), 4, 2, device="cuda")

@@ -8,14 +8,17 @@ import os
 import signal
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from _device_memory import own_device_memory
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from torchrl_ext.collectors import RingCollector
+from torchrl_ext.collectors._worker_policy import WorkerPolicy
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage
 from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.testing import CountingEnv
@@ -177,6 +180,23 @@ class TestPolicyOnTheDevice:
         finally:
             collector.shutdown()
 
+    def test_waiting_for_an_action_leaves_the_core_to_others(self):
+        """Threads of environments of other workers need it."""
+
+        def slow(observation: torch.Tensor) -> torch.Tensor:
+            torch.cuda._sleep(600_000_000)  # clocks, 0.3 s
+            return observation[..., :1] + 1.0
+
+        env, module = make_env(4), TensorDictModule(slow, in_keys=["observation"], out_keys=["action"])
+        options = SimpleNamespace(policy_device=torch.device("cuda"), compile_policy=None, cudagraph_policy=None)
+        policy, observation = WorkerPolicy(module, env, None, options), env.reset()
+        policy.act(observation)
+        begun, busy = time.perf_counter(), time.process_time()
+        assert policy.act(observation) is False
+        took, busy = time.perf_counter() - begun, time.process_time() - busy
+        assert torch.equal(observation["action"], observation["observation"][..., :1] + 1.0)
+        assert busy < took / 2, f"{busy:.3f} s of a core in {took:.3f} s"
+
     def test_batches_on_the_device_have_their_successors(self):
         collector = make_collector(
             frames_per_batch=5 * STREAMS, policy_device="cuda", storing_device="cuda", transport="ipc"
@@ -248,15 +268,9 @@ class TestLife:
                 os.kill(collector.pids[0], signal.SIGKILL)
             collector.shutdown()
 
-        def free() -> int:
-            torch.cuda.synchronize()
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info()[0]
-
         cycle(False)
-        before, descriptors = free(), len(os.listdir("/proc/self/fd"))
+        before, descriptors = own_device_memory(), len(os.listdir("/proc/self/fd"))
         for count in range(int(os.environ.get("COLLECTOR_CYCLES", "2"))):
             cycle(count % 2 == 0)
-        assert abs(free() - before) < 64 * 2**20
+        assert abs(own_device_memory() - before) < 64 * 2**20
         assert len(os.listdir("/proc/self/fd")) <= descriptors + 2

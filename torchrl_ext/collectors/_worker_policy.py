@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torchrl.envs import EnvBase
@@ -32,6 +32,8 @@ class WorkerPolicy:
         self._env, self._weights = env, weights
         device = options.policy_device
         self._device = device if device is not None and device.type != "cpu" else None
+        on_cuda = self._device is not None and self._device.type == "cuda"
+        self._done = torch.cuda.Event(blocking=True) if on_cuda else None
         if isinstance(policy, nn.Module) and device is not None:
             policy = policy.to(device)
         self._policy = self._called = policy
@@ -79,12 +81,29 @@ class WorkerPolicy:
             observation.update(acted)
             return True
         seen = observation if self._in_keys is None else observation.select(*self._in_keys, strict=False)
-        acted = self._called(seen.to(self._device, non_blocking=True))
+        acted = self._called(self._to_device(seen))
         if self._out_keys is not None:
             acted = acted.select(*self._out_keys, strict=False)  # what it was given need not come back
         # The environment needs the action on the host: the one wait of a step.
-        observation.update(acted.to(torch.device("cpu")))
+        observation.update(self._to_host(acted))
         return self._replaces
+
+    def _to_device(self, seen: TensorDictBase) -> TensorDictBase:
+        if self._done is None:
+            return seen.to(self._device, non_blocking=True)
+        return seen.to(self._device, non_blocking=True, non_blocking_pin=True, num_threads=0)
+
+    def _to_host(self, acted: TensorDictBase) -> TensorDictBase:
+        if self._done is None:
+            return acted.to(torch.device("cpu"))
+        # A process that waits as torch does keeps a core busy, which the environments' threads could have.
+        leaves = {
+            key: torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf, non_blocking=True)
+            for key, leaf in acted.items(True, True)
+        }
+        self._done.record(torch.cuda.current_stream(self._device))
+        self._done.synchronize()
+        return TensorDict(leaves, acted.batch_size)
 
     def act_randomly(self, observation: TensorDictBase) -> None:
         """Writes a random action."""
