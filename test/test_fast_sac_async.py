@@ -85,6 +85,31 @@ class TestGovernor:
         assert run.state.governor.updates > run.state.governor.expected(400) == 0
 
 
+class TestWorkers:
+    @pytest.mark.parametrize(("options", "threads"), [([], 3), (["collector.env_threads=5"], 5)])
+    def test_each_has_its_share_of_the_threads_of_environments_or_what_is_said(
+        self,
+        build,  # noqa: F811
+        monkeypatch,
+        options,
+        threads,
+    ):
+        factories = []
+
+        def made(factory, *args, **kwargs):
+            factories.append(factory)
+            raise ValueError("no workers here")
+
+        monkeypatch.setattr(sys.modules["sources"], "RingCollector", made)
+        with pytest.raises(ValueError, match="no workers here"):
+            build(*ASYNC, "env.num_threads=6", "collector.num_workers=2", *options)
+        assert [factory.keywords["num_threads"] for factory in factories] == [threads]
+
+    def test_no_threads_are_refused(self, build):  # noqa: F811
+        with pytest.raises(ValueError, match=r"collector.env_threads must be >= 1 or null, got 0"):
+            build(*ASYNC, "collector.env_threads=0")
+
+
 class TestBegin:
     @pytest.mark.parametrize("asynchronous", ["true", "false"])
     def test_steps_are_compiled_on_rows_of_the_run_before_its_clock(self, build, monkeypatch, asynchronous):  # noqa: F811

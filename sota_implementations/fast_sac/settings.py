@@ -33,9 +33,17 @@ class FastSACCollectorSettings(CollectorSettings):
     """Exactly ``updates_per_step``, workers held back by ``max_ahead``; or as many as the learner can take."""
     cores: str | None
     """For the workers, such as ``0:11``."""
+    env_threads: int | None
+    """EnvPool's threads in each worker; None divides ``env.num_threads`` among them.
+
+    While the policy of one worker acts, the others' environments have its cores: more threads than cores keep all of
+    them busy.
+    """
 
     def __post_init__(self) -> None:
         require(self.steps_per_run >= 1, "collector.steps_per_run", ">= 1", self.steps_per_run)
+        threads = self.env_threads
+        require(threads is None or threads >= 1, "collector.env_threads", ">= 1 or null", threads)
         super().__post_init__()
 
 

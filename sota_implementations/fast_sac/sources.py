@@ -141,8 +141,9 @@ class AsyncSource(RingFeed):
     def fill(self, replay: SlotReplayBuffer) -> None:
         """Starts the workers."""
         settings, options = self._settings, self._settings.collector
-        workers, threads = options.num_workers, settings.env.num_threads
-        share = None if threads is None else max(1, threads // workers)
+        threads, share = settings.env.num_threads, options.env_threads
+        if share is None and threads is not None:
+            share = max(1, threads // options.num_workers)
         factory = partial(make_env, settings.env, seed=settings.seed, num_threads=share, evaluate=False)
         collector = RingCollector(
             factory,
