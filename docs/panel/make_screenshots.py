@@ -1,21 +1,27 @@
 # Copyright (c) torchrl_ext contributors.
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
-"""Writes panel_80x24.svg and panel_160x50.svg, the panel's views of a made-up run on 128 cores and 8 GPUs.
+"""Writes pictures of the panel's views, 80 x 24 and 160 x 50.
 
-Run it from the repository's root: ``python docs/panel/make_screenshots.py``.
+Run from the repository's root: ``python docs/panel/make_screenshots.py`` takes a made-up run on 128 cores and 8 GPUs,
+``python docs/panel/make_screenshots.py --run FOLDER --name h200`` what the run in that folder has logged by now, and
+this machine as it is at the moment.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import math
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from rich.console import Console, Group
 
-from torchrl_ext.record import CpuSample, GpuSample, SystemSample
+from torchrl_ext.record import CpuSample, GpuSample, SystemMetrics, SystemSample
 from torchrl_ext.record.panel_layout import VIEWS, render
 from torchrl_ext.record.panel_state import Counts, PanelState
 
@@ -94,16 +100,61 @@ def recorded_state(*, cores: int = 128, gpus: int = 8) -> PanelState:
     )
 
 
+def state_of(run: Path) -> PanelState:
+    """Where a run stands by its ``metrics.jsonl``, on this machine as it is now."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="ascii").splitlines()]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    metrics: dict[str, float] = {}
+    for line in lines:
+        metrics |= line
+        for name, value in line.items():
+            if name.endswith("/return") or "loss" in name:
+                curves.setdefault(name, []).append((float(line["frames"]), value))
+    budget = OmegaConf.load(run / ".hydra" / "config.yaml")
+    logged = [line for line in lines if "seconds" in line]
+    before, last = logged[-2:]
+    taken = last["seconds"] - before["seconds"]
+    metrics["utd/measured"] = (last["updates"] - before["updates"]) / (last["frames"] - before["frames"])
+    machine = SystemMetrics()
+    machine.sample()
+    time.sleep(1.0)  # a load is that of the time between two samples
+    return PanelState(
+        title=f"{run.resolve().parent.name} {run.resolve().name}",
+        counts=Counts(
+            last["frames"], last["updates"], last["seconds"], f"return {metrics.get('train/return', 0.0):.1f}"
+        ),
+        total_frames=budget.total_frames,
+        time_budget=budget.get("time_budget"),
+        frame_rate=(last["frames"] - before["frames"]) / taken,
+        update_rate=(last["updates"] - before["updates"]) / taken,
+        metrics=metrics,
+        stages={
+            name.removeprefix("learner/").removesuffix("_ms"): value / 1e3
+            for name, value in metrics.items()
+            if name.startswith("learner/") and name.endswith("_ms")
+        },
+        curves=curves,
+        system=machine.sample(),
+    )
+
+
 def main() -> None:
     """Exports both sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, help="folder of a run")
+    parser.add_argument("--name", default="", help="what the files' names say")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    options = parser.parse_args()
+    state = recorded_state() if options.run is None else state_of(options.run)
     for width, height in ((80, 24), (160, 50)):
         console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True, color_system="truecolor")
-        frames = [render(replace(recorded_state(), view=view), width, height - 1) for view in range(1, len(VIEWS) + 1)]
+        frames = [render(replace(state, view=view), width, height - 1) for view in range(1, len(VIEWS) + 1)]
         console.print(Group(*frames))
         picture = console.export_svg(title=f"Panel, {width} x {height}")
         # Fonts of the reader's machine: a picture loads nothing from elsewhere.
         picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
-        (FOLDER / f"panel_{width}x{height}.svg").write_text(picture, encoding="utf-8")
+        name = "_".join(filter(None, ("panel", options.name, f"{width}x{height}.svg")))
+        (options.out / name).write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":
