@@ -30,8 +30,9 @@ from torchrl_ext.data._block import (
     UNKNOWN,
     SlotBlock,
 )
-from torchrl_ext.data._slot_write import copy_rows, put
+from torchrl_ext.data._slot_write import copy_rows, put_packed
 from torchrl_ext.data.fields import next_of
+from torchrl_ext.data.final_obs import common_head
 from torchrl_ext.data.grouping import group_rows
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import FOLLOWED, HOLE, NO_SUCCESSOR
@@ -66,7 +67,7 @@ def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) 
         _ensure_room(block, min(most, block.capacity) + may_promote, columns, num_steps, promoted, masked)
     # Rows whose cut has no entry are marked in the row itself.
     marks = masked if successors is None else None
-    copy_rows(block, run, Ends(None, None, None, marks), columns, num_steps, first)
+    copy_rows(block, run, Ends(None, None, None, marks), columns, num_steps, first, common_head(first))
     if promoted is not None:
         _promote(block, promoted, columns, first)
     if listed is not None:
@@ -86,12 +87,11 @@ def write_run_on_device(block: SlotBlock, run: Run | PackedRun, columns: slice) 
 
 
 def _is_plain(block: SlotBlock, run: PackedRun, columns: slice) -> bool:
-    """Whether nothing but one copy is to do: no ends, no pending successors before or after, no wrap."""
+    """Whether all rows are one copy and the host knows the rest: no pending successors before or after, no wrap."""
     at = block.settled_at
     return (
         at is not None
         and run.tail is None
-        and (run.final_rows is None or not len(run.final_rows))
         and columns.stop - columns.start == block.num_streams
         and at % block.capacity + run.rows.shape[0] <= block.capacity
     )
@@ -100,10 +100,14 @@ def _is_plain(block: SlotBlock, run: PackedRun, columns: slice) -> bool:
 def _append(block: SlotBlock, run: PackedRun, columns: slice) -> SlotHandle:
     # The common write of a learner on a GPU, where each host call that is saved counts.
     start, num_steps = cast(int, block.settled_at), run.rows.shape[0]
-    slot = start % block.capacity
-    put(block.layout, run, run, block.ring[slot : slot + num_steps], 0)
-    block.heads.add_(num_steps)
     first = block.np_positions[HEAD].copy()
+    listed = _listed(block, run, columns, first, num_steps)
+    if listed is not None:
+        _ensure_room(block, listed.most, columns, num_steps, None, None)
+    put_packed(block, run.rows, start % block.capacity, columns)
+    if listed is not None:
+        listed.write(block)
+    block.heads.add_(num_steps)
     block.np_positions[: RESERVED + 1] += num_steps
     block.settled_at = start + num_steps
     block.sampleable = None
@@ -197,17 +201,15 @@ def _write_masked(
 class _Listed:
     """Final observations that a packed run lists on the host: where they go, but for the places only a device knows."""
 
-    def __init__(
-        self, finals: torch.Tensor, stream: np.ndarray, steps: np.ndarray, rank: np.ndarray, order: np.ndarray
-    ) -> None:
+    def __init__(self, finals: torch.Tensor, numbers: np.ndarray, most: int) -> None:
         self._finals = finals
-        self.most = int(rank.max()) + 1
-        last = np.append(stream[1:] != stream[:-1], True)
-        self.numbers = np.stack([stream, steps, rank, order, last])
+        #: int64 ``[5, M]``: stream, step, rank in its stream, row of the finals, whether the last of its stream.
+        self.numbers = numbers
+        self.most = most  # of one stream
 
     def write(self, block: SlotBlock) -> None:
         if fused.available(block):
-            fused.write_finals(block, self.numbers, self._finals)
+            fused.write_finals(block, self.numbers, self._finals, once=self.most == 1)
             return
         stream, steps, rank, order, _ = torch.from_numpy(self.numbers).to(block.device, non_blocking=True)
         place = (block.positions[FINALS][stream] + rank) % block.final_capacity
@@ -222,17 +224,27 @@ class _Listed:
 
 
 def _listed(block: SlotBlock, run: PackedRun, columns: slice, first: np.ndarray, num_steps: int) -> _Listed | None:
-    if run.final_rows is None or not len(run.final_rows) or not block.layout.derives:
+    if run.final_rows is None or not run.final_rows.shape[0] or not block.layout.derives:
         return None
+    finals = cast(torch.Tensor, run.finals)  # a checked run has as many as rows are listed
     step, stream = np.divmod(run.final_rows.numpy(), columns.stop - columns.start)
+    if num_steps <= block.capacity and np.bincount(stream).max() == 1:
+        # Mostly no stream ends twice in a run, and there is nothing to sort.
+        numbers = np.empty((5, len(stream)), dtype=np.int64)
+        numbers[0], numbers[1], numbers[2] = stream, step, 0
+        numbers[3], numbers[4] = np.arange(len(stream)), 1
+        numbers[0] += columns.start
+        numbers[1] += first.take(stream)
+        return _Listed(finals, numbers, 1)
     kept = np.flatnonzero(step >= num_steps - block.capacity)
     if not len(kept):
         return None
     groups = group_rows(stream[kept], columns.stop - columns.start)
     order, rank = kept[groups.order], groups.rank[groups.order]
     stream = stream[order]
-    finals = cast(torch.Tensor, run.finals)  # a checked run has as many as rows are listed
-    return _Listed(finals, stream + columns.start, first[stream] + step[order], rank, order)
+    last = np.append(stream[1:] != stream[:-1], True)
+    numbers = np.stack([stream + columns.start, first[stream] + step[order], rank, order, last])
+    return _Listed(finals, numbers, int(rank.max()) + 1)
 
 
 def _ensure_room(

@@ -131,7 +131,7 @@ def launch(
     """Turns ``out.wide``, or what is drawn at a ``seat``, into transitions."""
     kernels, layout, count = _kernels(), block.layout, out.count
     geometry = geometry_of(block, span)
-    rows32, rows64 = block.rows.view(torch.int32), block.rows.view(torch.int64)
+    rows32, rows64 = block.rows32, block.rows64
     kernels.transitions[(-(-count // _LANES),)](
         out.wide if seat is None else seat,
         block.positions,
@@ -189,8 +189,7 @@ def _table(block: SlotBlock, geometry: torch.Tensor) -> torch.Tensor:
     if table is None or capturing:
         table = torch.empty(3, block.num_streams, dtype=torch.int64, device=block.device)
     width = max(16, 1 << (block.num_streams - 1).bit_length())
-    rows32 = block.rows.view(torch.int32)
-    _kernels().ranges[(1,)](block.positions, rows32, geometry, table, BLOCK=width, num_warps=8)
+    _kernels().ranges[(1,)](block.positions, block.rows32, geometry, table, BLOCK=width, num_warps=8)
     if not capturing:
         block.sampleable, block.table = (table,), table
     return table
@@ -233,8 +232,11 @@ def _patch(
     )
 
 
-def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) -> None:
-    """Stores listed final observations. ``numbers`` is int64 ``[5, M]``, see ``place_finals``."""
+def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor, *, once: bool) -> None:
+    """Stores listed final observations, ``once`` where no stream has two of them.
+
+    ``numbers`` is int64 ``[5, M]``, see ``place_finals``.
+    """
     kernels, layout, count = _kernels(), block.layout, numbers.shape[1]
     # A few kilobytes of pageable memory: the driver copies them at once, without waiting for the device.
     listed = torch.from_numpy(numbers).to(block.device, non_blocking=True)
@@ -245,14 +247,17 @@ def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor) ->
         finals.view(torch.int64),
         block.positions,
         block.final_step,
-        block.rows.view(torch.int64),
-        block.rows.view(torch.int32),
+        block.rows64,
+        block.rows32,
         geometry,
         count,
         finals.shape[-1] // 8,
         ROW_WORDS=layout.row_bytes // 8,
         WORDS=layout.successor_bytes // 8,
         BLOCK=128,
+        ONCE=once,
         num_warps=1,
     )
+    if once:
+        return
     kernels.count_finals[(-(-count // _LANES),)](listed, block.positions, geometry, count, BLOCK=_LANES)

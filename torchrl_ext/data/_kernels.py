@@ -194,8 +194,9 @@ def place_finals(
     ROW_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """One program stores one listed final observation; ``count_finals`` makes them count.
+    """One program stores one listed final observation; ``count_finals`` makes them count, where streams end twice.
 
     ``numbers`` int64 ``[5, M]``: stream, step, rank in its stream, row of ``finals``, whether the last of its stream.
     """
@@ -207,7 +208,8 @@ def place_finals(
     step = tl.load(numbers + count + entry)
     rank = tl.load(numbers + 2 * count + entry)
     source = tl.load(numbers + 3 * count + entry)
-    place = (tl.load(positions + 3 * num + stream) + rank) % final_capacity
+    counted = tl.load(positions + 3 * num + stream)
+    place = (counted + rank) % final_capacity
     target = side_start + stream * final_capacity + place
     for start in tl.static_range(0, WORDS, BLOCK):
         word = start + tl.arange(0, BLOCK)
@@ -217,6 +219,8 @@ def place_finals(
     row = step % capacity * num + stream
     tl.store(rows32 + row * row_words + final_word, place.to(tl.int32))
     tl.store(final_step + stream * final_capacity + place, step)
+    if ONCE:  # no other program looks at this stream's count
+        tl.store(positions + 3 * num + stream, counted + 1)
 
 
 @triton.jit

@@ -12,13 +12,13 @@ from tensordict import TensorDictBase
 
 from torchrl_ext.data._block import CUT, FINALS, HEAD, HOLES, NEWEST, PENDING, RESERVED, TAIL, UNKNOWN, SlotBlock
 from torchrl_ext.data.final_obs import (
-    in_step,
+    common_head,
     moved_finals,
     needed_entries,
     newest_state,
     plan_finals,
     promote,
-    write_finals,
+    store_finals,
 )
 from torchrl_ext.data.handles import SlotHandle
 from torchrl_ext.data.layout import HOLE, RowLayout
@@ -51,7 +51,13 @@ def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
         )
     rows, finals, at, tail = run.rows, run.finals, run.final_rows, run.tail
     shape = rows.shape
-    if rows.dtype != torch.uint8 or len(shape) != 3 or shape[0] < 1 or shape[1:] != (width, layout.row_bytes):
+    if (
+        rows.dtype != torch.uint8
+        or len(shape) != 3
+        or shape[0] < 1
+        or shape[1] != width
+        or shape[2] != layout.row_bytes
+    ):
         raise ValueError(
             f"extend_batch: packed rows must be uint8 [K, {width}, {layout.row_bytes}] with K >= 1, got {rows.dtype} "
             f"{list(shape)}. Nothing was written."
@@ -69,7 +75,7 @@ def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
                 f"extend_batch: final_rows must be ascending numbers below K * N = {most}, got from {numbers.min()} to "
                 f"{numbers.max()}. Nothing was written."
             )
-    if tail is not None and (len(tail) != width or tail.shape[-1] < layout.successor_bytes):
+    if tail is not None and (tail.shape[0] != width or tail.shape[-1] < layout.successor_bytes):
         raise ValueError(
             f"extend_batch: tail must be uint8 [{width}, >= {layout.successor_bytes}], got {list(tail.shape)}. "
             "Nothing was written."
@@ -104,7 +110,8 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     else:
         num_steps, ends = run.num_steps, find_ends(block.layout, run)
     first = block.np_positions[HEAD, columns].copy()
-    plan = plan_finals(block, run, ends, columns, num_steps, first)
+    head = common_head(first)
+    plan = plan_finals(block, run, ends, columns, num_steps, first, head)
     if plan.needed > block.final_capacity:
         block = grow(storage, finals=plan.needed)
     positions = block.np_positions
@@ -115,13 +122,16 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
         # (RESERVED != HEAD) from one that is done, pending successors included.
         positions[RESERVED, columns] += num_steps
         positions[NEWEST, columns] = UNKNOWN
-    copy_rows(block, run, ends, columns, num_steps, first)
     if plan.promoted is not None:
         promote(block, plan.promoted)
-    if plan.streams is not None:
-        write_finals(block, plan, ends)
+    # Before the rows, a large copy that drives code and numbers out of the caches; only the rows' marks must wait.
+    marked = None if plan.streams is None else store_finals(block, plan, ends)
+    copy_rows(block, run, ends, columns, num_steps, first, head)
+    if marked is not None:
+        rows, place = marked
+        block.np_final[rows] = place
     heads = first + num_steps
-    positions[NEWEST, columns] = newest_state(block, ends, columns, heads)
+    positions[NEWEST, columns] = newest_state(block, ends, columns, heads, None if head is None else head + num_steps)
     if not watched:
         positions[RESERVED, columns] = heads
     positions[HEAD, columns] = heads
@@ -129,15 +139,22 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
 
 
 def copy_rows(
-    block: SlotBlock, run: Run | PackedRun, ends: Ends | PackedRun, columns: slice, num_steps: int, first: np.ndarray
+    block: SlotBlock,
+    run: Run | PackedRun,
+    ends: Ends | PackedRun,
+    columns: slice,
+    num_steps: int,
+    first: np.ndarray,
+    head: int | None,
 ) -> None:
+    """Copies a run to its slots; ``head`` is where all its streams stand, None where their heads ``first`` differ."""
     dropped = max(num_steps - block.capacity, 0)
-    if in_step(first):
-        start, take = int(first[0] + dropped) % block.capacity, num_steps - dropped
+    if head is not None:
+        start, take = (head + dropped) % block.capacity, num_steps - dropped
         ahead = min(take, block.capacity - start)
-        put(block.layout, run, ends, block.ring[start : start + ahead, columns], dropped)
+        _put(block, run, ends, slice(dropped, dropped + ahead), start, columns)
         if ahead < take:
-            put(block.layout, run, ends, block.ring[: take - ahead, columns], dropped + ahead)
+            _put(block, run, ends, slice(dropped + ahead, num_steps), 0, columns)
         return
     # Streams at different steps: one scatter of whole rows in 16-byte words.
     if isinstance(run, PackedRun):
@@ -145,7 +162,7 @@ def copy_rows(
     else:
         shape = (num_steps - dropped, run.num_streams, block.layout.row_bytes)
         rows = torch.zeros(shape, dtype=torch.uint8, device=block.device)
-        put(block.layout, run, ends, rows, dropped)
+        _put_fields(block.layout, run, ends, rows, slice(dropped, num_steps))
     slots = (first + np.arange(dropped, num_steps)[:, None]) % block.capacity
     at = slots * block.num_streams + np.arange(columns.start, columns.stop)
     words = rows.view(block.words.dtype).flatten(0, 1)
@@ -153,15 +170,31 @@ def copy_rows(
     block.words.index_copy_(0, index, words.to(block.device, non_blocking=True))
 
 
-def put(layout: RowLayout, run: Run | PackedRun, ends: Ends | PackedRun, rows: torch.Tensor, first: int) -> None:
-    steps = slice(first, first + rows.shape[0])
+def _put(
+    block: SlotBlock, run: Run | PackedRun, ends: Ends | PackedRun, steps: slice, slot: int, columns: slice
+) -> None:
+    num_steps = steps.stop - steps.start
     if isinstance(run, PackedRun):
-        source = run.rows[steps]
-        if source.storage_offset() % 8 == 0 and source.stride(0) % 8 == source.stride(1) % 8 == 0:
-            # As int64 words torch copies a quarter faster than as bytes.
-            rows, source = rows.view(torch.int64), source.view(torch.int64)
-        rows.copy_(source, non_blocking=True)
-        return
+        put_packed(block, run.rows if num_steps == run.rows.shape[0] else run.rows[steps], slot, columns)
+    else:
+        rows = block.ring[slot : slot + num_steps, columns]
+        _put_fields(block.layout, run, ends, rows, steps)
+
+
+def put_packed(block: SlotBlock, rows: torch.Tensor, slot: int, columns: slice) -> None:
+    """Copies packed rows ``[k, n, row_bytes]`` to the slots from one on, of which there are enough."""
+    ring = block.ring_words
+    try:
+        rows = rows.view(torch.int64)
+    except RuntimeError:  # bytes of a caller that do not lie at multiples of 8
+        ring = block.ring
+    ring = ring[slot : slot + rows.shape[0]]
+    if columns.stop - columns.start < block.num_streams:
+        ring = ring[:, columns]
+    ring.copy_(rows, non_blocking=True)
+
+
+def _put_fields(layout: RowLayout, run: Run, ends: Ends | PackedRun, rows: torch.Tensor, steps: slice) -> None:
     write_rows(layout, run, rows, steps)
     marks = cast(Ends, ends).marks  # a packed run, which is its own ends, has them in its rows
     write_marks(layout, rows, None if marks is None else marks[steps])

@@ -51,14 +51,19 @@ def plan_finals(
     columns: slice,
     num_steps: int,
     first: np.ndarray,
+    head: int | None,
 ) -> FinalPlan:
-    """Decides promotions and places of final observations for a run of a column block; ``first`` are its heads."""
+    """Decides promotions and places of final observations for a run of a column block.
+
+    ``first`` are the heads of its streams, and ``head`` is that of all of them, None where they differ.
+    """
     positions = block.np_positions
     plan = FinalPlan()
     # With a whole lap or more the newest row dies in this write, and its successor with it.
     if num_steps < block.capacity:
-        ids = np.flatnonzero(positions[NEWEST, columns] == PENDING)
-        if len(ids) and block.layout.next_keys:
+        pending = positions[NEWEST, columns] == PENDING
+        if block.layout.next_keys and np.count_nonzero(pending):
+            ids = np.flatnonzero(pending)
             shown = _first_observations(block.layout, source)
             if len(ids) < columns.stop - columns.start:
                 at = torch.from_numpy(ids)
@@ -69,7 +74,7 @@ def plan_finals(
     if plan.promoted is not None:
         sequence = positions[FINALS, plan.promoted]
         plan.needed = needed_entries(block, plan.promoted, sequence, num_steps)
-    if ends.final_rows is None or not len(ends.final_rows):
+    if ends.final_rows is None or not ends.final_rows.shape[0]:
         return plan
     step, stream = np.divmod(ends.final_rows.numpy(), columns.stop - columns.start)
     if columns.start:
@@ -78,7 +83,7 @@ def plan_finals(
     if dropped > 0:
         plan.order = np.flatnonzero(step >= dropped)
         step, stream = step[plan.order], stream[plan.order]
-    plan.sequence = positions[FINALS, stream]
+    plan.sequence = positions[FINALS].take(stream)
     most = 0
     if plan.promoted is not None:
         also = np.isin(stream, plan.promoted)
@@ -88,7 +93,7 @@ def plan_finals(
         _, rank, plan.counts = group_rows(stream, block.num_streams)
         plan.sequence += rank
         most += int(rank.max())
-    plan.streams, plan.steps = stream, first[stream - columns.start] + step
+    plan.streams, plan.steps = stream, step + (first[stream - columns.start] if head is None else head)
     plan.needed = max(plan.needed, needed_entries(block, stream, plan.sequence, num_steps, most))
     return plan
 
@@ -105,8 +110,8 @@ def needed_entries(block: SlotBlock, streams: np.ndarray, sequence: np.ndarray, 
         most (int): how many entries of the same write come before an entry of the same stream, at most.
     """
     positions, capacity = block.np_positions, block.final_capacity
-    owner = block.np_final_step[streams, (sequence + 1) % capacity]
-    held = owner >= positions[HEAD, streams] + (num_steps - block.capacity)
+    owner = block.np_entry_step.take(streams * capacity + (sequence + 1) % capacity)
+    held = owner >= positions[HEAD].take(streams) + (num_steps - block.capacity)
     if np.count_nonzero(held):  # rows before the tail are dead as well, which is rarely what decides
         held &= owner >= positions[TAIL, streams]
     fits = most + 2 <= capacity and not np.count_nonzero(held)
@@ -163,37 +168,46 @@ def promote(block: SlotBlock, streams: np.ndarray) -> None:
 
 def write_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> None:
     """Stores the final observations of a run whose rows are already in the ring; heads are still the old ones."""
+    rows, place = store_finals(block, plan, ends)
+    block.np_final[rows] = place
+
+
+def store_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> tuple[np.ndarray, np.ndarray]:
+    """Stores the final observations of a run and returns the hidden ``final`` of its rows: where it goes, and what."""
     planned = plan.streams, plan.steps, plan.sequence
     streams, steps, sequence = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", planned)
     place = sequence % block.final_capacity
+    entry = streams * block.final_capacity + place
     finals = items(cast(torch.Tensor, ends.finals).numpy()[:, : block.layout.successor_bytes])
-    block.successor_items[block.side_start + streams * block.final_capacity + place] = (
-        finals if plan.order is None else finals[plan.order]
-    )
-    block.np_final[steps % block.capacity * block.num_streams + streams] = place
-    block.np_final_step[streams, place] = steps
+    block.successor_items[block.side_start + entry] = finals if plan.order is None else finals[plan.order]
+    block.np_entry_step[entry] = steps
     if plan.counts is None:
-        block.np_positions[FINALS, streams] = sequence + 1
+        block.np_positions[FINALS][streams] = sequence + 1
     else:
         block.np_positions[FINALS] += plan.counts
+    return steps % block.capacity * block.num_streams + streams, place.astype(np.int32)
 
 
-def in_step(heads: np.ndarray) -> bool:
-    """Tells whether all heads are equal."""
-    return np.count_nonzero(heads != heads[0]) == 0
+def common_head(heads: np.ndarray) -> int | None:
+    """Returns where all streams stand, None where their heads differ."""
+    head = int(heads[0])
+    return None if np.count_nonzero(heads != head) else head
 
 
-def newest_state(block: SlotBlock, ends: Ends | PackedRun, columns: slice, heads: np.ndarray) -> np.ndarray:
+def newest_state(
+    block: SlotBlock, ends: Ends | PackedRun, columns: slice, heads: np.ndarray, head: int | None
+) -> np.ndarray | int:
     """Stores the pending successors of the newest rows, whose heads are new, and returns what is known of them."""
-    if in_step(heads):
-        first = int(heads[0] - 1) % block.capacity * block.num_streams
+    if head is not None:
+        first = (head - 1) % block.capacity * block.num_streams
         final = block.np_final[first + columns.start : first + columns.stop]
     else:
         ids = np.arange(columns.start, columns.stop)
         final = block.np_final[(heads - 1) % block.capacity * block.num_streams + ids]
     if ends.tail is not None and block.layout.derives:
         keep_pending(block, np.arange(columns.start, columns.stop), ends.tail)
-    return np.where(final == FOLLOWED, known_newest(block, ends.tail), CUT)
+    known, cut = known_newest(block, ends.tail), final != FOLLOWED
+    return np.where(cut, CUT, known) if np.count_nonzero(cut) else known
 
 
 def known_newest(block: SlotBlock, tail: torch.Tensor | None) -> int:

@@ -41,6 +41,7 @@ class RingConsumer(abc.ABC):
         self._borrowed = False
         self._leaving: deque[tuple[torch.cuda.Event, int, int]] = deque()
         self._spare: list[torch.cuda.Event] = []
+        self._first_rows = np.arange(shape.capacity) * shape.num_streams  # of each step of a span
         self._name = type(self).__name__
 
     @abc.abstractmethod
@@ -108,10 +109,13 @@ class RingConsumer(abc.ABC):
         start = first % shape.capacity
         steps = min(complete - first, shape.capacity - start, complete if max_steps is None else max_steps)
         parts = self._parts
-        anew = np.flatnonzero(parts.begins[start + 1 : start + steps])
-        if len(anew):
-            steps = int(anew[0]) + 1
-        final_rows, finals, count = self._finals_of(start, steps)
+        begins, final_rows, finals, count = False, None, None, 0
+        if np.count_nonzero(parts.breaks[start : start + steps]):
+            begins = bool(parts.begins[start])
+            anew = parts.begins[start + 1 : start + steps]
+            if np.count_nonzero(anew):
+                steps = int(anew.argmax()) + 1
+            final_rows, finals, count = self._finals_of(start, steps)
         successors = self.tail_of(first + steps - 1) if tail else None
         run = PackedRun(shape.layout, parts.rows[start : start + steps], final_rows, finals, successors)
         self._borrowed = True
@@ -121,7 +125,7 @@ class RingConsumer(abc.ABC):
             first,
             lambda: self._commit(steps, count),
             self._release,
-            begins=bool(parts.begins[start]),
+            begins=begins,
             versions=versions,
         )
 
@@ -157,8 +161,8 @@ class RingConsumer(abc.ABC):
 
     def _finals_of(self, start: int, steps: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
         parts, shape = self._parts, self._shape
-        counts = parts.counts[start : start + steps]
-        count = int(counts.sum())
+        rows = self._first_rows[:steps].repeat(parts.counts[start : start + steps])
+        count = len(rows)
         if not count:
             return None, None, 0
         begin = self._finals % shape.final_capacity
@@ -168,7 +172,7 @@ class RingConsumer(abc.ABC):
             beyond = begin + count - shape.final_capacity
             streams = np.concatenate([parts.ended[begin:], parts.ended[:beyond]])
             finals = torch.cat([parts.arena[begin:], parts.arena[:beyond]])
-        rows = np.repeat(np.arange(0, steps * shape.num_streams, shape.num_streams), counts) + streams
+        rows += streams
         return torch.from_numpy(rows), finals, count
 
     def _commit(self, steps: int, finals: int) -> None:

@@ -33,7 +33,7 @@ class HostProducer(RingProducer):
     def __init__(self, ring: HostRing, *, is_alive: Callable[[], bool] | None = None) -> None:
         super().__init__(ring.shape, ring.parts, is_alive)
         self.slots = [ring.layout.view(rows).lock_() for rows in ring.parts.rows]
-        self._leaves = [ring.layout.leaves(rows, ring.layout.fields) for rows in ring.parts.rows]
+        self._leaves = [list(ring.layout.leaves(rows, ring.layout.fields).values()) for rows in ring.parts.rows]
         self._marked: set[int] = set()
 
     def _slot(self) -> int:

@@ -46,8 +46,9 @@ class CudaIpcProducer(RingProducer):
         self._final = self._rows.view(torch.int32)[..., shape.layout.final_offset // 4]
         self._final.fill_(FOLLOWED)
         self.slots = [shape.layout.view(rows).lock_() for rows in self._rows]
-        self._staged = [shape.layout.leaves(rows, shape.layout.fields) for rows in self._rows]
-        self._leaves = [shape.layout.leaves(rows, shape.layout.fields) for rows in ring.parts.rows]
+        fields = shape.layout.fields
+        self._staged = [list(shape.layout.leaves(rows, fields).values()) for rows in self._rows]
+        self._leaves = [list(shape.layout.leaves(rows, fields).values()) for rows in ring.parts.rows]
         self._marked: set[int] = set()
         self._on_device = False
         self._first = self._issued

@@ -88,9 +88,11 @@ class RingParts:
         start = _pages(CURSOR_BYTES)
         numbers = control.bytes[start : shape.control_bytes].numpy().view(np.int32)
         headers = numbers[: shape.capacity * _HEADER].reshape(shape.capacity, _HEADER)
-        #: int32 ``[capacity]``: how many streams of a slot have a final observation; whether its own tail was given;
-        #: whether its streams began anew; who acted in it.
-        self.counts, self.has_tail, self.begins, self.versions = headers.T
+        #: int32 ``[capacity]``: how many streams of a slot have a final observation; whether its streams began anew;
+        #: whether its own tail was given; who acted in it.
+        self.counts, self.begins, self.has_tail, self.versions = headers.T
+        #: int64 ``[capacity]``: ``counts`` and ``begins`` of a slot as one number, which is 0 in most of them.
+        self.breaks = headers.view(np.int64)[:, 0]
         #: int32 ``[final_capacity]``: whose the final observation at each place of the arena is.
         self.ended = numbers[shape.capacity * _HEADER :][: shape.final_capacity]
         arena, tails, rows = data[: shape.data_bytes].split(shape._data_sizes)

@@ -35,6 +35,7 @@ class RingProducer(abc.ABC):
         self._issued = self._cursors[Cursor.ISSUED]
         self._finals = self._cursors[Cursor.FINALS_ISSUED]
         self._reserved = False
+        self._shapes = [(field.key, (shape.num_streams, *field.shape)) for field in shape.layout.fields]
         self._name = type(self).__name__
 
     @property
@@ -104,18 +105,18 @@ class RingProducer(abc.ABC):
         self.publish(**ends)
         return True
 
-    def _copy_leaves(
-        self, views: Mapping[NestedKey, torch.Tensor], leaves: Mapping[NestedKey, torch.Tensor | np.ndarray]
-    ) -> None:
-        for key, view in views.items():
+    def _copy_leaves(self, views: list[torch.Tensor], leaves: Mapping[NestedKey, torch.Tensor | np.ndarray]) -> None:
+        """Copies fields into views of a row, which are in the layout's order."""
+        sources = []
+        for key, shape in self._shapes:
             value = leaves[key]
-            if value.shape != view.shape:
+            if value.shape != shape:
                 raise ValueError(
-                    f"{self._name}: key {key!r} must have shape {list(view.shape)}, got {list(value.shape)}. "
+                    f"{self._name}: key {key!r} must have shape {list(shape)}, got {list(value.shape)}. "
                     "Nothing was published."
                 )
-            source = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
-            view.copy_(source, non_blocking=view.is_cuda)
+            sources.append(value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
+        torch._foreach_copy_(views, sources, non_blocking=views[0].is_cuda)
 
     def publish(
         self,
@@ -148,23 +149,24 @@ class RingProducer(abc.ABC):
                 f"{self._name}: publish must follow reserve, got no reserved slot. Nothing was published."
             )
         count = 0 if final_streams is None else len(final_streams)
-        if count != (0 if finals is None else len(finals)) or count > shape.num_streams:
+        if count != (0 if finals is None else finals.shape[0]) or count > shape.num_streams:
             raise ValueError(
                 f"{self._name}: finals must be one for each of {count} streams, at most {shape.num_streams}, got "
                 f"{0 if finals is None else len(finals)}. Nothing was published."
             )
         slot, place = self._issued % shape.capacity, self._finals % shape.final_capacity
         if count:
-            streams = cast(np.ndarray, final_streams)
-            ahead = min(count, shape.final_capacity - place)
-            parts.ended[place : place + ahead] = streams[:ahead]
-            parts.ended[: count - ahead] = streams[ahead:]
+            streams, ahead = cast(np.ndarray, final_streams), shape.final_capacity - place
+            parts.ended[place : place + count] = streams[:ahead]
+            if count > ahead:
+                parts.ended[: count - ahead] = streams[ahead:]
         parts.counts[slot], parts.begins[slot], parts.versions[slot] = count, begins, version
         if cut_streams is not None and not len(cut_streams):
             cut_streams = None
         self._write(cut_streams, finals if count else None, place, tail)
-        self._finals += count
-        cursors[Cursor.FINALS_ISSUED] = self._finals
+        if count:
+            self._finals += count
+            cursors[Cursor.FINALS_ISSUED] = self._finals
         self._issued += 1
         self._reserved = False
         cursors.fence()  # everything above is seen by whoever sees the next line
@@ -178,7 +180,11 @@ class RingProducer(abc.ABC):
 
 def write_arena(arena: torch.Tensor, finals: torch.Tensor, place: int, *, width: int, non_blocking: bool) -> None:
     """Copies final observations into the arena from a place on, going on at its beginning."""
-    ahead = min(len(finals), len(arena) - place)
-    arena[place : place + ahead].copy_(finals[:ahead, :width], non_blocking=non_blocking)
-    if ahead < len(finals):
-        arena[: len(finals) - ahead].copy_(finals[ahead:, :width], non_blocking=non_blocking)
+    count, ahead = finals.shape[0], arena.shape[0] - place
+    if finals.shape[1] > width:
+        finals = finals[:, :width]
+    if count <= ahead:
+        arena[place : place + count].copy_(finals, non_blocking=non_blocking)
+    else:
+        arena[place:].copy_(finals[:ahead], non_blocking=non_blocking)
+        arena[: count - ahead].copy_(finals[ahead:], non_blocking=non_blocking)
