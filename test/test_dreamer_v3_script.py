@@ -337,6 +337,17 @@ def rows(script, tmp_path_factory):
     return SimpleNamespace(policy=run.policy, **rows)
 
 
+def observations(*, steps, streams, features=3):
+    """What a policy is given: the first step of each stream, and of the second stream once more."""
+    generator, given = torch.Generator().manual_seed(0), []
+    for number in range(steps):
+        first = torch.full((streams, 1), number == 0)
+        first[1] |= number == 2
+        seen = torch.randn(streams, features, generator=generator)
+        given.append(TensorDict(observation=seen, is_init=first, batch_size=[streams]))
+    return given
+
+
 class TestCollection:
     """Contract: rows carry the latents that the policy acted on, which begin anew with each episode."""
 
@@ -385,10 +396,91 @@ class TestCollection:
         elsewhere = policy._remembered(torch.Size([2]), torch.device("meta"))
         assert {value.device.type for value in elsewhere.values()} == {"meta"}
 
+    @torch.no_grad()
+    def test_memory_that_is_written_in_place_gives_what_a_new_one_gives(self, parts):
+        policy = parts(*PENDULUM).policy
+        given = observations(steps=5, streams=3)
+        torch.manual_seed(1)
+        acted = [policy(step.clone()) for step in given]
+        torch.manual_seed(1)
+        wanted, memory = [], {"state": torch.zeros(3, 12), "belief": torch.zeros(3, 16), "action": torch.zeros(3, 1)}
+        for step in given:
+            inner = TensorDict(memory, [3]).rename_key_("action", "previous_action").update(step.select("is_init"))
+            inner["embedding"] = policy.encoder(step["observation"])
+            policy.actor(policy.estimator(inner))
+            memory = {key: inner[key].clone() for key in memory}
+            wanted.append(memory)
+        for row, latents in zip(acted, wanted, strict=True):
+            assert all(torch.equal(row[key], value) for key, value in latents.items())
+
+    @torch.no_grad()
+    def test_the_memory_of_a_batch_stays_where_it_is_and_rows_are_not_in_it(self, parts):
+        policy = parts(*PENDULUM).policy
+        first, second = observations(steps=2, streams=3)
+        before = policy(first).clone()
+        places = [value.data_ptr() for value in policy._memory.values()]
+        policy(second)
+        assert [value.data_ptr() for value in policy._memory.values()] == places
+        assert all(torch.equal(first[key], before[key]) for key in policy.out_keys)
+        assert not {value.data_ptr() for value in second.values()} & set(places)
+
     @pytest.mark.gpu
-    def test_workers_act_on_the_learners_gpu(self, script, tmp_path):
-        text = train(script, tmp_path, *ON_CUDA)
+    @pytest.mark.parametrize("task", ["Pendulum-v1", "CartPole-v1"])
+    @torch.no_grad()
+    def test_a_captured_step_gives_what_an_eager_one_gives(self, script, task):
+        from tensordict.nn import CudaGraphModule
+
+        settings, device = settings_of(script, *PENDULUM, f"env.task={task}"), torch.device("cuda", 0)
+        env = make_env(script, settings.env, num_envs=3)
+        spaces = script.envs.spaces_of(env, settings.env)
+        env.close()
+        policy = script.networks.make_networks(settings.networks, spaces, device).policy
+        eager, captured, rows = policy, CudaGraphModule(policy.twin()), []
+        for number, step in enumerate(observations(steps=8, streams=3, features=spaces.observation[0])):
+            for act in (eager, captured):
+                torch.manual_seed(number)
+                rows.append(act(step.to(device)).cpu())
+        for plain, replayed in zip(rows[::2], rows[1::2], strict=True):
+            assert all(torch.allclose(plain[key], replayed[key], atol=1e-5) for key in policy.out_keys)
+        assert not torch.equal(rows[-1]["belief"], rows[-3]["belief"]), "a replay acts on its own inputs"
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("captured", ["null", "false"])
+    def test_workers_act_on_the_learners_gpu(self, script, tmp_path, captured):
+        text = train(script, tmp_path, *ON_CUDA, f"collector.cudagraph_policy={captured}")
         assert "updates: 33 measured, 33 expected" in text
+
+    @pytest.mark.parametrize(
+        ("option", "device", "wanted"),
+        [("null", "cpu", False), ("null", "cuda", True), ("false", "cuda", False), ("true", "cuda", True)],
+    )
+    def test_workers_capture_their_step_where_they_act_on_a_gpu(self, script, option, device, wanted):
+        collector = settings_of(script, *PENDULUM, f"collector.cudagraph_policy={option}").collector
+        assert collector.captures_on(torch.device(device)) is wanted
+
+    def test_a_step_on_the_host_cannot_be_captured(self, script, tmp_path):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            pytest.raises(
+                ValueError, match="collector.cudagraph_policy must be null or false where workers act on cpu"
+            ),
+        ):
+            make_run(script, tmp_path, "collector.cudagraph_policy=true")
+
+    @pytest.mark.parametrize(("train_ratio", "ahead"), [(24, 1), (6, 1), (1.5, 4)])
+    def test_workers_may_be_ahead_by_one_update_or_one_step(self, script, tmp_path, monkeypatch, train_ratio, ahead):
+        idle = SimpleNamespace(load_state_dict=lambda state: None, hold_at=lambda frames: None, shutdown=lambda: None)
+        monkeypatch.setattr(script.main.Run, "_make_collector", lambda run: idle)
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = make_run(script, tmp_path, f"learner.train_ratio={train_ratio}")
+        credits = []
+        run.feed = SimpleNamespace(
+            drain=lambda: 0, credit=credits.append, publish=lambda updates: None, close=lambda: None
+        )
+        run.counters.frames = 10  # fewer than the warm-up
+        run.step()
+        run.close()
+        assert credits == [10 + 2 * ahead]
 
     def test_the_stochastic_state_is_one_of_each_categorical(self, rows):
         assert torch.equal(rows.state.unflatten(-1, (3, 4)).sum(-1), torch.ones(*rows.state.shape[:2], 3))
@@ -506,6 +598,22 @@ class TestResume:
         assert state.counters.frames == governor.updates == len(part.replay) == 0
 
 
+class TestCompilation:
+    """Contract: the update is compiled whole, its recurrence alone, or not at all; the names of parameters stay."""
+
+    @pytest.mark.parametrize("option", [None, "learner.compile=true", "learner.compile_scan=true"])
+    def test_what_is_compiled_is_what_was_asked_for(self, parts, option):
+        learner = parts(*PENDULUM, *([option] if option else [])).learner
+        (rollout,) = [module for module in learner.networks.world_model.modules() if hasattr(module, "_scan_fn")]
+        assert learner.stepper.resolve(learner.device)[0] is (option == "learner.compile=true")
+        assert (rollout._scan_fn is not None) is (option == "learner.compile_scan=true")
+        assert not [name for name in learner.loss.state_dict() if "_orig_mod" in name]
+
+    def test_whole_and_alone_exclude_each_other(self, script):
+        with pytest.raises(ValueError, match="learner.compile must be null or false with compile_scan, got True"):
+            settings_of(script, *PENDULUM, "learner.compile=true", "learner.compile_scan=true")
+
+
 class TestPresets:
     """Contract: every preset builds, collects and learns."""
 
@@ -529,6 +637,16 @@ class TestPresets:
         assert all(bool(torch.isfinite(value).all()) for value in metrics.values())
         changed = [not torch.equal(old, new) for old, new in zip(before, part.learner.loss.parameters(), strict=True)]
         assert sum(changed) > len(changed) / 2 and part.write_backs.rows["stale"] == 0
+
+    def test_pixels_of_64_streams_are_one_batch_of_one_worker(self, script, tmp_path):
+        sizes = ["networks.image_depth=2", "networks.image_blocks=4", "learner.train_ratio=1.5", "total_frames=512"]
+        options = [*TINY, *NETWORKS, "env.num_envs=64", "replay.capacity=16", "collector.learning_starts=384", *sizes]
+        overrides = ["preset=atari", *options, "eval.episodes=1", "eval.max_steps=3", "eval.every=null"]
+        settings = settings_of(script, *overrides)
+        assert settings.collector.num_workers == 1 and settings.collector.policy_device == "learner"
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert script.main.run(script.main.Run(settings, tmp_path, title="test", overrides=overrides)) == 0
+        assert "updates: 24 measured, 24 expected" in out.getvalue()
 
 
 class TestErrors:

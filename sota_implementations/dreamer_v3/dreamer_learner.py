@@ -12,6 +12,7 @@ from dreamer_networks import Networks
 from dreamer_optimizer import GraphedOptimizer, TargetInGraph
 from dreamer_settings import LearnerSettings, NetworkSettings
 from tensordict import TensorDictBase
+from torchrl.modules import RSSMRolloutV3
 from torchrl.objectives import (
     DreamerV3ActorLoss,
     DreamerV3Loss,
@@ -100,11 +101,17 @@ class Learner:
             self.loss,
             self.optimizer,
             self._target,
-            compile_train_step=settings.compile,
+            compile_train_step=False if settings.compile_scan else settings.compile,
             cudagraph=settings.cuda_graph,
             rssm_scan_unroll=settings.scan_unroll,
             mixed_precision=settings.mixed_precision,
         )
+        if settings.compile_scan:
+            for module in networks.world_model.modules():
+                if isinstance(module, RSSMRolloutV3):
+                    module.compile_rollout("scan", unroll=settings.scan_unroll)
+            # Of the imagined steps; in place, so that checkpoints have the same names.
+            networks.policy.estimator.prior.compile(dynamic=False)
         self._warm = not any(self.stepper.resolve(device))
 
     @property

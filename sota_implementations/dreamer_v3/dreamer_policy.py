@@ -24,6 +24,9 @@ class RecurrentPolicy(TensorDictModuleBase):
     travel between host and device. Where ``"is_init"`` they are ignored. Another batch or device begins anew. Whoever
     acts in other environments takes a :meth:`twin`.
 
+    The memory of a batch is written in place and nothing is decided by data, so that a step can be captured as a CUDA
+    graph, as ``cudagraph_policy`` of a collector does. What is written into rows is never written again.
+
     Args:
         encoder (nn.Module): of observations.
         prior (RSSMPriorV3): of the world model.
@@ -49,15 +52,17 @@ class RecurrentPolicy(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the latents and the action."""
         reset = tensordict.get("is_init")
-        inner = self._remembered(tensordict.batch_size, reset.device).copy()
+        memory = self._remembered(tensordict.batch_size, reset.device)
+        inner = memory.copy()  # its entries are replaced
         inner.set("is_init", reset)
         inner.set("embedding", self.encoder(tensordict.get(OBSERVATION)))
         self.actor(self.estimator(inner))
         values = inner.get("state"), inner.get("belief"), inner.get("action").float()
         for key, value in zip(self.out_keys, values, strict=True):
             tensordict.set(key, value)
-        remembered = {key: value.detach() for key, value in zip(_REMEMBERED, values, strict=True)}
-        self._memory = TensorDict(remembered, tensordict.batch_size)
+        with torch.no_grad():
+            for key, value in zip(_REMEMBERED, values, strict=True):
+                memory.get(key).copy_(value)
         return tensordict
 
     def _remembered(self, batch_size: torch.Size, device: torch.device) -> TensorDict:
@@ -67,7 +72,7 @@ class RecurrentPolicy(TensorDictModuleBase):
             nothing = {
                 key: torch.zeros(*batch_size, size, device=device) for key, size in zip(_REMEMBERED, sizes, strict=True)
             }
-            memory = TensorDict(nothing, batch_size)
+            memory = self._memory = TensorDict(nothing, batch_size)
         return memory
 
     def twin(self) -> RecurrentPolicy:

@@ -64,6 +64,7 @@ class Run(TrainingRun):
 
     def _make_collector(self) -> RingCollector:
         settings = self.settings
+        options = ring_options(settings.collector, self.device)
         return RingCollector(
             partial(make_env, settings.env, seed=settings.seed, num_threads=settings.env.num_threads, evaluate=False),
             self.policy,
@@ -73,7 +74,8 @@ class Run(TrainingRun):
             observation_keys=[OBSERVATION],
             extra_keys=ROW_KEYS,
             seed=settings.seed,
-            **ring_options(settings.collector, self.device),
+            cudagraph_policy=settings.collector.captures_on(torch.device(options["policy_device"])),
+            **options,
         )
 
     def announcement(self, overrides: list[str]) -> list[str]:
@@ -107,8 +109,11 @@ class Run(TrainingRun):
             rows = self.feed.drain()
         counters.frames += rows
         due = governor.due(counters.frames)
-        # Workers go on while the updates of one vector step are taken, and wait when more are owed.
-        ahead = settings.collector.max_ahead if due <= max(1, math.ceil(governor.ratio)) else 0
+        # Workers go on while the updates of one vector step are taken, and wait when more are owed; where one update is
+        # worth several steps, those of the next one are made meanwhile.
+        ahead = 0
+        if due <= max(1, math.ceil(governor.ratio)):
+            ahead = settings.collector.max_ahead * max(1, math.ceil(1 / governor.ratio))
         limit = counters.frames + ahead * settings.env.num_envs
         self.feed.credit(min(limit, settings.total_frames))
         if not rows and not due:

@@ -7,8 +7,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from common.parsing import parse, require
 from common.setting_groups import CheckpointSettings, CollectorSettings, EnvSettings, EvalSettings, LogSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentCollectorSettings(CollectorSettings):
+    """The worker processes, whose policy remembers."""
+
+    cudagraph_policy: bool | None
+    """Whether workers act by one CUDA graph per step. None is: where they act on a GPU."""
+
+    def captures_on(self, device: torch.device) -> bool:
+        """Whether workers that act on a device capture their step.
+
+        Raises:
+            ValueError: if they should and cannot.
+        """
+        on_gpu = device.type == "cuda"
+        if self.cudagraph_policy is None:
+            return on_gpu
+        holds = on_gpu or not self.cudagraph_policy
+        require(holds, "collector.cudagraph_policy", f"null or false where workers act on {device}", True)
+        return self.cudagraph_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +132,8 @@ class LearnerSettings:
     """bfloat16 on CUDA."""
     compile: bool | None
     """None is: on CUDA. The update is compiled, with the recurrence as one scan."""
+    compile_scan: bool
+    """Compiles the recurrence and the imagined step alone instead, which is done in less time than all."""
     cuda_graph: bool | None
     """None is: on CUDA."""
     scan_unroll: int
@@ -117,6 +141,7 @@ class LearnerSettings:
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "imagination_horizon", "scan_unroll"):
             require(getattr(self, name) >= 1, f"learner.{name}", ">= 1", getattr(self, name))
+        require(not (self.compile and self.compile_scan), "learner.compile", "null or false with compile_scan", True)
         require(self.train_ratio > 0, "learner.train_ratio", "positive", self.train_ratio)
         require(self.lr > 0, "learner.lr", "positive", self.lr)
         require(self.continuation_horizon > 1, "learner.continuation_horizon", "> 1", self.continuation_horizon)
@@ -138,7 +163,7 @@ class Settings:
     """Rows to collect, those before a resume included."""
     resume_from: str | None
     env: EnvSettings
-    collector: CollectorSettings
+    collector: RecurrentCollectorSettings
     replay: ReplaySettings
     networks: NetworkSettings
     learner: LearnerSettings
