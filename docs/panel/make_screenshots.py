@@ -110,7 +110,8 @@ def state_of(run: Path) -> PanelState:
         for name, value in line.items():
             if name.endswith("/return") or "loss" in name:
                 curves.setdefault(name, []).append((float(line["frames"]), value))
-    budget = OmegaConf.load(run / ".hydra" / "config.yaml")
+    config = run / ".hydra" / "config.yaml"
+    budget = OmegaConf.load(config) if config.exists() else OmegaConf.create()
     logged = [line for line in lines if "seconds" in line]
     before, last = logged[-2:]
     taken = last["seconds"] - before["seconds"]
@@ -123,7 +124,7 @@ def state_of(run: Path) -> PanelState:
         counts=Counts(
             last["frames"], last["updates"], last["seconds"], f"return {metrics.get('train/return', 0.0):.1f}"
         ),
-        total_frames=budget.total_frames,
+        total_frames=budget.get("total_frames"),
         time_budget=budget.get("time_budget"),
         frame_rate=(last["frames"] - before["frames"]) / taken,
         update_rate=(last["updates"] - before["updates"]) / taken,
