@@ -32,6 +32,7 @@ from torchrl_ext.data import (
 )
 from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data.batch_pool import BatchPool, PinnedPool
+from torchrl_ext.data.streams import current_stream
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -257,6 +258,14 @@ class TestCuda:
         torch.cuda.synchronize()
         slot, stream = sample["index"].unbind(-1)
         assert torch.equal(sample["observation"], before[slot, stream])
+
+    def test_current_stream_is_the_one_of_torch(self):
+        device, other = torch.device("cuda"), torch.cuda.Stream()
+        for _ in range(2):
+            assert current_stream(device) == torch.cuda.current_stream(device)
+            with torch.cuda.stream(other):
+                assert current_stream(device) == other
+        assert current_stream(torch.device("cuda", 0)) == torch.cuda.default_stream(0)
 
     def test_patch_on_the_device_with_handles_on_the_host_arrives_whole(self):
         """Each kind of memory is copied once: what is still in flight to the host is not read for a second copy."""

@@ -8,6 +8,18 @@ import contextlib
 
 import torch
 
+_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns ``torch.cuda.current_stream(device)``, whose new object each time takes as long as to launch a kernel."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    at = index, torch._C._cuda_getCurrentRawStream(index)
+    stream = _STREAMS.get(at)
+    if stream is None:
+        stream = _STREAMS[at] = torch.cuda.current_stream(index)
+    return stream
+
 
 class StreamOrder:
     """Makes each use of a storage wait, on the device, for the use before it when that was on another stream.
@@ -26,7 +38,7 @@ class StreamOrder:
         self._done: torch.cuda.Event | None = None
 
     def __enter__(self) -> None:
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         # A stream compared with None by != is not unequal.
         if (self._last is None or current != self._last) and not torch.cuda.is_current_stream_capturing():
             if self._done is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchrl_ext.data import PackedRun
+from torchrl_ext.data.streams import current_stream
 from torchrl_ext.transport.cursors import Cursor
 from torchrl_ext.transport.errors import RingClosed, RingPeerDied
 from torchrl_ext.transport.parts import RingParts, RingShape
@@ -183,7 +184,7 @@ class RingConsumer(abc.ABC):
             self._give_back(self._read, self._finals)
             return
         event = self._spare.pop() if self._spare else torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(current_stream(self._device))
         self._leaving.append((event, self._read, self._finals))
 
     def _release(self) -> None:
