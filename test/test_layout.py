@@ -69,9 +69,37 @@ class TestRowLayout:
 
     def test_damaged_description_is_refused(self):
         state = RowLayout.from_tensordict(record(SHAPES)).to_dict()
-        for bad in ({}, {**state, "row_bytes": 7}, {**state, "fields": [["observation", "float99", [3], 0]]}):
+        for bad in (
+            {},
+            None,
+            {**state, "row_bytes": 7},
+            {**state, "fields": [["observation", "float99", [3], 0]]},
+            {**state, "fields": [["observation", "float32", [3]]]},
+            {**state, "fields": [[[], "float32", [3], 0]], "next_keys": []},
+            {**state, "next_keys": state["next_keys"] * 2},
+            {**state, "next_obs": "never"},
+        ):
             with pytest.raises(ValueError, match="description"):
                 RowLayout.from_dict(bad)
+
+    def test_next_key_that_is_named_twice_counts_once(self):
+        once, twice = (RowLayout.from_tensordict(record(SHAPES), next_keys=["observation"] * n) for n in (1, 2))
+        assert twice == once and [field.key for field in twice.prefix] == ["observation"]
+
+    @pytest.mark.parametrize("key", [("next", "observation"), "nowhere"])
+    @pytest.mark.parametrize("next_obs", ["derive", "store"])
+    def test_next_key_must_be_a_field_at_the_root(self, key, next_obs):
+        with pytest.raises(KeyError, match="must be a field at the root"):
+            RowLayout.from_tensordict(record(SHAPES), next_obs=next_obs, next_keys=[key])
+
+    @pytest.mark.parametrize("dims", [-1, 2])
+    def test_dims_that_a_leaf_does_not_have_are_refused(self, dims):
+        with pytest.raises(ValueError, match=f"batch_dims must be from 0 to .*, got {dims} and '"):
+            RowLayout.from_tensordict(record(SHAPES).expand(1), batch_dims=dims)
+
+    def test_fields_without_elements_are_refused(self):
+        with pytest.raises(ValueError, match="key 'action' must hold at least one element"):
+            RowLayout.from_tensordict(record(SHAPES).set("action", torch.zeros(0)))
 
     def test_mode_and_dtype_make_another_layout(self):
         layout = RowLayout.from_tensordict(record(SHAPES))

@@ -39,8 +39,8 @@ from torchrl_ext.data import (
     SlotWriter,
     TransitionSampler,
     _fused,
+    _priority_input,
 )
-from torchrl_ext.data import prioritized as module
 from torchrl_ext.data._block import HEAD, RESERVED
 from torchrl_ext.data._proportional import ABSENT, WIDTH, BlockSums, FixedPointSums
 from torchrl_ext.data.draws import locate, sampleable_counts
@@ -571,6 +571,33 @@ class TestRefusals:
         with pytest.raises(TypeError, match="storage must be a SlotStorage"):
             PrioritizedTransitionSampler().update_priority(torch.zeros(1, 2).long(), 1.0, storage=storage)
 
+    def test_update_on_the_host_reads_only_what_has_arrived(self):
+        """What is copied from a CUDA device without waiting is not there yet when it is read."""
+        buffer, move = make("host", 4), torch.Tensor.to
+        buffer.extend_batch(steps(0, 4))
+        sample = buffer.sample(4)
+
+        def complete(tensor: torch.Tensor, device: Any, *args: Any, **options: Any) -> torch.Tensor:
+            assert not (device == torch.device("cpu") and options.get("non_blocking")), "would be read too early"
+            return move(tensor, device, *args, **options)
+
+        with mock.patch.object(torch.Tensor, "to", complete):
+            update(buffer, sample["index"], torch.ones(4), sample["index_generation"])
+
+    @pytest.mark.gpu
+    def test_priorities_of_a_busy_device_arrive_on_the_host(self):
+        buffer = make("host", 64, 8, alpha=1.0, eps=0.0)
+        buffer.extend_batch(steps(0, 64, 8))
+        index = buffer.storage.unravel(torch.arange(512)).to("cuda")
+        generation = torch.zeros(512, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        for turn in range(5):
+            torch.cuda._sleep(50_000_000)
+            priority = torch.arange(1.0, 513.0, device="cuda") + turn
+            assert update(buffer, index + 0, priority, generation + 0).all()
+            weights = buffer.sampler.state_dict()["priorities"]["weights"]
+            assert torch.equal(weights, torch.arange(1.0, 513.0) + turn)
+
     def test_update_of_an_empty_storage_sets_nothing(self, place):
         buffer = make(place, 4, 2)
         assert update(buffer, [(0, 0)], 1.0).tolist() == [False]
@@ -693,6 +720,27 @@ class TestState:
         with pytest.raises(ValueError, match="beta"):
             other.sampler.load_state_dict({"alpha": 0.9, "eps": 1e-8})
         assert state_bytes(other.sampler.state_dict()) == before
+
+    @pytest.mark.parametrize(
+        ("name", "damage"),
+        [
+            ("weights", lambda saved: saved["weights"][:-4]),
+            ("weights", lambda saved: saved["weights"].double()),
+            ("weights", lambda saved: None),
+            ("seen", lambda saved: saved["seen"][:, :3]),
+            ("seen", lambda saved: saved["seen"].flip(0)),
+            ("top", lambda saved: torch.ones(2)),
+            ("capacity", lambda saved: 0),
+        ],
+    )
+    def test_damaged_state_is_refused(self, name, damage):
+        buffer = busy_buffer("host")
+        state = buffer.sampler.state_dict()
+        state["priorities"] = {**state["priorities"], name: damage(state["priorities"])}
+        before = state_bytes(buffer.sampler.state_dict())
+        with pytest.raises(ValueError, match=f"{name} .*Nothing was changed"):
+            buffer.sampler.load_state_dict(state)
+        assert state_bytes(buffer.sampler.state_dict()) == before
 
     def test_state_of_another_storage_is_refused_when_it_is_used(self):
         buffer, other = busy_buffer("host"), make("host", 4, 2)
@@ -932,7 +980,7 @@ class TestNothingIsReadBack:
             buffer = make("books", 8, 4, max_priority_within_buffer=within_buffer)
             write_unevenly(buffer, np.zeros(4, dtype=np.int64), 30)
             sample = buffer.sample(64)
-            priority = mock.patch.object(module, "_checked", lambda priority, _: priority)
+            priority = mock.patch.object(_priority_input, "_checked", lambda priority, _: priority)
             buffer.extend_batch(bare(7000, 3, 4))
             with NoHostSync(), priority:
                 update(buffer, sample["index"], torch.rand(64), sample["index_generation"])

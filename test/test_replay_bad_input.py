@@ -17,7 +17,14 @@ import torch
 from _reference import flat_rows, state_bytes
 from tensordict import TensorDict
 
-from torchrl_ext.data import PackedRun, RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.data import (
+    PackedRun,
+    PrioritizedTransitionSampler,
+    RowLayout,
+    SlotReplayBuffer,
+    SlotStorage,
+    TransitionSampler,
+)
 
 FLAGS = ("done", "terminated", "truncated")
 CAPACITY, STREAMS = 5, 3
@@ -433,7 +440,10 @@ class TestRefusedConstruction:
         with pytest.raises(ValueError, match="(?s)extra.*maybe"):
             SlotStorage(4, 2, extra="maybe")
 
-    @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, -1.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 1.0]])
+    @pytest.mark.parametrize(
+        "weights",
+        [[1.0, 2.0], [1.0, -1.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 1.0], [float("inf"), 1.0, 1.0]],
+    )
     def test_stream_weights_that_fit_no_stream_are_refused(self, weights):
         """Refused where they are given, or where they first meet the storage."""
         buffer = make_buffer()
@@ -466,6 +476,31 @@ class TestRefusedSamples:
             buffer.extend_batch(bare(make_run(1)))
             assert len(buffer) == STREAMS
         refused(buffer.sample, buffer.state_dict, RuntimeError, "(?i)sampl", unchanged=False)
+
+    @pytest.mark.parametrize(
+        "sampler",
+        [
+            TransitionSampler(3, reward_key="pay"),
+            TransitionSampler(3, reward_key="pay", replacement=False),
+            TransitionSampler(3, reward_key="pay", stream_weights=torch.ones(STREAMS)),
+            PrioritizedTransitionSampler(3, reward_key="pay"),
+        ],
+        ids=["uniform", "without replacement", "weighted", "prioritized"],
+    )
+    def test_return_of_a_reward_that_is_not_there_is_refused(self, sampler):
+        buffer = make_buffer()
+        buffer.set_sampler(sampler)
+        refused(buffer.sample, buffer.state_dict, ValueError, "n_steps=3 needs one floating-point number at 'pay'")
+
+    @pytest.mark.parametrize(
+        "damage", [{"order": [0, 1]}, {"order_key": 3}, {"order": torch.ones(3)}, {"order_key": torch.ones(2, 1)}]
+    )
+    def test_damaged_state_of_a_permutation_is_refused(self, damage):
+        buffer = make_buffer()
+        buffer.set_sampler(TransitionSampler(replacement=False))
+        buffer.sample(2)
+        state = {**buffer.sampler.state_dict(), **damage}
+        refused(lambda: buffer.sampler.load_state_dict(state), buffer.state_dict, ValueError, next(iter(damage)))
 
     def test_batch_size_that_nobody_gave_is_refused(self):
         buffer = SlotReplayBuffer(storage=SlotStorage(4, 2), sampler=TransitionSampler())

@@ -407,6 +407,16 @@ class TestRouting:
         assert buffer.extend(data.to(where)).cpu().tolist() == write_one_by_one(single, data, streams)
         assert_same(buffer.storage, single)
 
+    @pytest.mark.gpu
+    def test_index_on_the_host_is_complete_though_the_device_is_busy(self):
+        buffer, world = make_buffer(make_storage(64, 3, "cuda")), World(3, eventful=False)
+        buffer.extend(world.records([2, 0, 2]))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        index = buffer.extend(world.records([2, 0, 2, 1, 1, 1]))
+        assert index.device.type == "cpu"
+        assert index.tolist() == [[2, 2], [1, 0], [3, 2], [0, 1], [1, 1], [2, 1]]
+
 
 class TestStreamsOnTheDevice:
     """Contract: the host is not told how far streams given on the device go, and learns it when it asks; what the

@@ -141,9 +141,7 @@ class PriorityTable(ABC):
 
     def state(self) -> dict[str, Any]:
         """Returns host copies of all that :meth:`load` needs."""
-        head, low = self.seen
-        # Where nothing was overwritten yet, rows lie in the leading slots.
-        used = self.capacity if bool((low % self.capacity).any()) else max(0, int((head - low).max()))
+        used = used_slots(self.seen, self.capacity)
         weights = self.weights.index_copy(0, self.newest, self.held)[: used * self.num_streams]
         copies = {"weights": weights, "seen": self.seen, "top": self.top}
         sizes = {"capacity": self.capacity, "num_streams": self.num_streams}
@@ -251,6 +249,13 @@ class HostPriorities(PriorityTable):
         taken = np.zeros(len(slot), dtype=bool)
         taken[entry] = True
         return torch.from_numpy(taken)
+
+
+def used_slots(seen: torch.Tensor, capacity: int) -> int:
+    """Returns how many slots, counted from the first, hold all rows of streams at ``seen`` (head and first step)."""
+    head, low = seen
+    # Where nothing was overwritten yet, rows lie in the leading slots.
+    return capacity if bool((low % capacity).any()) else max(0, int((head - low).max()))
 
 
 def capturing(block: SlotBlock) -> bool:

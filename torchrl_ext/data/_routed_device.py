@@ -9,6 +9,7 @@ import torch
 
 from torchrl_ext.data._block import CUT, FINALS, HEAD, NEWEST, PENDING, TAIL, UNKNOWN, SlotBlock
 from torchrl_ext.data._device_write import full_side_table
+from torchrl_ext.data._moves import arrived
 from torchrl_ext.data._routed_write import pack_rows, record_cuts
 from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.grouping import group_rows
@@ -74,7 +75,7 @@ def write_records_on_device(block: SlotBlock, run: Run, streams: torch.Tensor) -
     block.mirror_later(counts, known, fits)
     named = valid if fits is None else valid & fits
     index = torch.where(named.unsqueeze(-1), torch.stack([steps % capacity, ids], -1), -1)
-    return index.to(streams.device, non_blocking=True)
+    return arrived(index, streams.device)  # the host, where streams came from, waits for it
 
 
 def _known_counts(block: SlotBlock, streams: torch.Tensor) -> np.ndarray | None:

@@ -13,6 +13,7 @@ from torchrl.data import TensorStorage
 
 from torchrl_ext.data._block import HEAD, RESERVED, TAIL
 from torchrl_ext.data._position_view import PositionView
+from torchrl_ext.data._row_draws import draw_index
 from torchrl_ext.data._slot_read import split_index
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ class StockView(PositionView):
             self._bump_mutation_revision()
 
     def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from torchrl_ext.data.samplers import draw_index
-
         index = draw_index(self, batch_size, self._rng)
         return index[:, 0], index[:, 1]
 

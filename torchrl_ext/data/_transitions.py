@@ -24,6 +24,7 @@ from torchrl_ext.data._gather import (
     transition_leaves,
 )
 from torchrl_ext.data._graphs import Choice, graph_of
+from torchrl_ext.data._moves import arrived, moved
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
 from torchrl_ext.data.fields import Field
@@ -126,8 +127,8 @@ def _finish(
     pool: BatchPool | None,
 ) -> tuple[TensorDict, dict[NestedKey, torch.Tensor]]:
     if device is not None and device != rows.device:
-        rows = rows.to(device, non_blocking=True)
-        later = None if later is None else later.to(device, non_blocking=True)
+        rows = arrived(rows, device)
+        later = None if later is None else arrived(later, device)
         small = {key: moved(leaf, device) for key, leaf in small.items()}
     leaves = transition_leaves(layout, rows, later)
     if contiguous:
@@ -136,11 +137,10 @@ def _finish(
     return layout.assemble(leaves, rows.shape[:1], rows.device), small
 
 
-def moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a leaf of a batch on another device; a CUDA device is not waited for."""
-    if device.type == "cuda" and leaf.device.type == "cpu":
-        leaf = leaf.pin_memory()
-    return leaf.to(device, non_blocking=True)
+def check_reward(layout: RowLayout, reward_key: NestedKey, n_steps: int) -> None:
+    """Raises ``ValueError`` when returns of a layout cannot be computed; to be asked before anything is drawn."""
+    if n_steps > 1:
+        _span(layout, reward_key, n_steps)
 
 
 @lru_cache(maxsize=64)

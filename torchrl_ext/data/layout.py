@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
-from torchrl_ext.data.fields import Field, as_tuple, is_next, next_of
+from torchrl_ext.data._row_plan import plan_row
+from torchrl_ext.data.fields import Field, as_tuple
 
 if TYPE_CHECKING:
     from torchrl_ext.data.packing import PackedRun
@@ -26,15 +26,6 @@ __all__ = ["Field", "RowLayout"]
 FOLLOWED = -1  # the successor is the next row of the stream (or, for the newest row, the pending successor)
 NO_SUCCESSOR = -2  # a cut whose successor is not in the side table; the row's own observation stands in
 HOLE = -3  # the stream was cut before the successor was known; the row is never sampled as a transition
-
-#: Root and ``next`` carry these in TorchRL's data without being observations.
-_NOT_OBSERVED = ("done", "terminated", "truncated", "is_init", "_reset")
-_FINAL_BYTES = 4
-_WORD = 16
-
-
-def _align(offset: int, to: int) -> int:
-    return -(-offset // to) * to
 
 
 @dataclass(frozen=True)
@@ -102,14 +93,20 @@ class RowLayout:
                 are present both at the root and under ``"next"``, done flags excepted.
 
         Raises:
-            ValueError: if ``"derive"`` finds no key to derive, or a leaf is empty.
-            KeyError: if a next key is not among the fields.
+            ValueError: if ``"derive"`` finds no key to derive, or a leaf is empty or lacks a batch dim.
+            KeyError: if a next key is not a field at the root.
+            TypeError: if a leaf is not a tensor.
         """
         dims = example.batch_dims if batch_dims is None else batch_dims
         leaves = {}
         for key, leaf in example.items(True, True):
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"RowLayout: key {key!r} must be a tensor, got {type(leaf).__name__}.")
+            if not 0 <= dims <= leaf.dim():
+                raise ValueError(
+                    f"RowLayout: batch_dims must be from 0 to the dims of each leaf, got {dims} and {key!r} of shape "
+                    f"{list(leaf.shape)}."
+                )
             leaves[unravel_key(key)] = (leaf.dtype, leaf.shape[dims:])
         return cls._build(leaves, next_obs, next_keys)
 
@@ -135,51 +132,8 @@ class RowLayout:
     def _build(
         cls, leaves: Mapping, next_obs: Literal["derive", "store"], next_keys: Sequence[NestedKey] | None
     ) -> RowLayout:
-        if next_obs not in ("derive", "store"):
-            raise ValueError(f"RowLayout: next_obs must be 'derive' or 'store', got {next_obs!r}.")
-        if next_keys is None:
-            roots = [key for key in leaves if not is_next(key) and as_tuple(key)[-1] not in _NOT_OBSERVED]
-            names = tuple(key for key in roots if next_of(key) in leaves)
-            if not names and not any(map(is_next, leaves)):
-                next_obs = "store"  # bare records: there is no successor to derive
-        else:
-            names = tuple(unravel_key(key) for key in next_keys)
-        if next_obs == "derive" and not names:
-            raise ValueError(
-                "RowLayout: next_obs='derive' needs a key whose successor is meant, got none present both at the root "
-                f"and under 'next' among {sorted(leaves, key=str)}; pass next_keys= or next_obs='store'."
-            )
-        for key in names:
-            if key not in leaves:
-                raise KeyError(f"RowLayout: next key {key!r} must be a field, got fields {sorted(leaves, key=str)}.")
-        if next_obs == "derive":
-            leaves = {key: leaf for key, leaf in leaves.items() if key not in {next_of(k) for k in names}}
-
-        def order(key: NestedKey) -> tuple:
-            dtype, shape = leaves[key]
-            return (-math.prod(shape) * dtype.itemsize, as_tuple(key))
-
-        fields, offset = [], 0
-
-        def place(keys: Iterable[NestedKey]) -> None:
-            nonlocal offset
-            for key in sorted(keys, key=order):
-                dtype, shape = leaves[key]
-                size = math.prod(shape) * dtype.itemsize
-                if size == 0:
-                    raise ValueError(f"RowLayout: key {key!r} must hold at least one element, got shape {shape}.")
-                offset = _align(offset, _WORD if size >= _WORD else dtype.itemsize)
-                fields.append(Field(key, dtype, torch.Size(shape), offset))
-                offset += size
-
-        derived = set(names) if next_obs == "derive" else set()
-        place(derived)
-        successor_bytes = offset = _align(offset, _WORD)
-        place(key for key in leaves if key not in derived)
-        final_offset = _align(offset, _FINAL_BYTES)
-        row_bytes = _align(final_offset + _FINAL_BYTES, _WORD)
-        ordered_names = tuple(sorted(names, key=order))
-        return cls(tuple(fields), ordered_names, next_obs, successor_bytes, final_offset, row_bytes)
+        plan = plan_row(leaves, next_obs, next_keys)
+        return cls(plan.fields, plan.next_keys, plan.next_obs, plan.successor_bytes, plan.final_offset, plan.row_bytes)
 
     @property
     def derives(self) -> bool:
@@ -218,7 +172,7 @@ class RowLayout:
             }
             keys = [unravel_key(tuple(key)) for key in state["next_keys"]]
             layout = cls._build(leaves, state["next_obs"], keys)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"RowLayout: the saved description is damaged ({error}).") from error
         if layout.to_dict() != dict(state):
             raise ValueError("RowLayout: the saved description was made by another version of the layout rules.")

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import OrderedDict
-from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -15,12 +12,14 @@ from tensordict import NestedKey, TensorDict, unravel_key
 
 from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._device_priorities import ByPriority, DevicePriorities
-from torchrl_ext.data._priorities import STATE, HostPriorities, PriorityTable, capturing
-from torchrl_ext.data._slot_read import split_index
-from torchrl_ext.data._transitions import assemble, assemble_fused, moved
+from torchrl_ext.data._kept_priorities import KeepsPriorities
+from torchrl_ext.data._moves import moved
+from torchrl_ext.data._priorities import PriorityTable, capturing
+from torchrl_ext.data._priority_input import checked_update
+from torchrl_ext.data._row_draws import refuse_empty
+from torchrl_ext.data._transitions import assemble, assemble_fused, check_reward
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
-from torchrl_ext.data.samplers import TransitionSampler
 from torchrl_ext.data.storages import SlotStorage
 
 __all__ = ["PrioritizedTransitionSampler"]
@@ -31,7 +30,7 @@ _EMPTY = (
 )
 
 
-class PrioritizedTransitionSampler(TransitionSampler):
+class PrioritizedTransitionSampler(KeepsPriorities):
     """Draws n-step transitions in proportion to their priorities (Schaul et al. 2016, https://arxiv.org/abs/1511.05952).
 
     A sampleable row is drawn with probability ``(priority + eps)**alpha`` over the sum of all of them, independently
@@ -99,10 +98,6 @@ class PrioritizedTransitionSampler(TransitionSampler):
         (tensor([3.]), tensor(True))
     """
 
-    _restart: bool
-    """Whether the table begins anew, from ``_loaded`` where that is given, when it is next used."""
-    _loaded: dict[str, Any] | None
-
     def __init__(
         self,
         n_steps: int = 1,
@@ -115,46 +110,17 @@ class PrioritizedTransitionSampler(TransitionSampler):
         reward_key: NestedKey = ("next", "reward"),
         weight_key: NestedKey = "priority_weight",
     ) -> None:
-        for name, value in (("alpha", alpha), ("eps", eps)):
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"PrioritizedTransitionSampler: {name} must be a finite number >= 0, got {value}.")
-        self._alpha, self._eps = float(alpha), float(eps)
-        self._within_buffer = max_priority_within_buffer
+        super().__init__(
+            n_steps,
+            gamma,
+            alpha=alpha,
+            beta=beta,
+            eps=eps,
+            max_priority_within_buffer=max_priority_within_buffer,
+            reward_key=reward_key,
+        )
         self.weight_key = unravel_key(weight_key)
-        self._table: PriorityTable | None = None
         self._choice: ByPriority | None = None
-        self.beta = beta
-        super().__init__(n_steps, gamma, reward_key=reward_key)
-
-    @property
-    def alpha(self) -> float:
-        """The exponent of priorities."""
-        return self._alpha
-
-    @property
-    def eps(self) -> float:
-        """What is added to each priority."""
-        return self._eps
-
-    @property
-    def beta(self) -> float:
-        """The exponent of importance weights; set it to anneal it. Raises ``ValueError`` outside ``[0, 1]``."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"PrioritizedTransitionSampler: beta must be in [0, 1], got {value}.")
-        self._beta = float(value)
-        if self._table is not None:
-            self._table.exponent.fill_(-self._beta)
-
-    @property
-    def default_priority(self) -> float:
-        """The largest priority given so far, at least 1; reading it waits for a CUDA device."""
-        if self._restart or self._table is None:
-            return 1.0 if self._loaded is None else float(self._loaded["top"])
-        return float(self._table.top)
 
     # ------------------------------------------------------------------ drawing
 
@@ -175,10 +141,12 @@ class PrioritizedTransitionSampler(TransitionSampler):
         """
         recipe = self.n_steps, self.gamma, self.reward_key
         options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
-        if storage.initialized and storage.block.on_device and self._rng is None:
-            made = self._draw_captured(storage.block, self._device_table(storage), batch_size, recipe, options)
-            if made is not None:
-                return made
+        if storage.initialized:
+            check_reward(storage.block.layout, self.reward_key, self.n_steps)
+            if storage.block.on_device and self._rng is None:
+                made = self._draw_captured(storage.block, self._device_table(storage), batch_size, recipe, options)
+                if made is not None:
+                    return made
         drawn = self.draw(storage, batch_size)
         weight = cast(PriorityTable, self._table).importance(drawn.at)
         batch, small = assemble(storage.block, drawn, *recipe, **options)
@@ -189,7 +157,7 @@ class PrioritizedTransitionSampler(TransitionSampler):
         return batch, small
 
     def _device_table(self, storage: SlotStorage) -> DevicePriorities:
-        self._refuse_empty(storage.block)
+        refuse_empty(storage.block)
         return cast(DevicePriorities, self._table_of(storage))
 
     def _draw_captured(
@@ -215,7 +183,7 @@ class PrioritizedTransitionSampler(TransitionSampler):
             raise RuntimeError(_EMPTY)
         block = storage.block
         if block.on_device:
-            self._refuse_empty(block)
+            refuse_empty(block)
         drawn = self._table_of(storage).draw(block, batch_size, self._rng)
         if drawn is None:
             raise RuntimeError(_EMPTY)
@@ -268,120 +236,17 @@ class PrioritizedTransitionSampler(TransitionSampler):
             raise TypeError(
                 f"update_priority: storage must be a SlotStorage, got {type(storage).__name__}. Nothing was changed."
             )
-        index = torch.as_tensor(index)
-        if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
-            raise TypeError(f"update_priority: index must be integers, got {index.dtype}. Nothing was changed.")
-        slot, stream = split_index(index, storage.num_streams)
-        shape = slot.shape
-        priority = _checked(priority, shape)
-        if generation is not None:
-            generation = torch.as_tensor(generation)
-            if generation.shape != shape:
-                raise ValueError(
-                    f"update_priority: generation must have the shape {list(shape)} of the index, got "
-                    f"{list(generation.shape)}. Nothing was changed."
-                )
-        if not storage.initialized or not slot.numel():
-            return torch.zeros(shape, dtype=torch.bool, device=storage.device)
+        update = checked_update(storage, index, priority, generation)
+        if not storage.initialized or not update.shape.numel():
+            return torch.zeros(update.shape, dtype=torch.bool, device=storage.device)
+        update = update.to(storage.device)
         with storage._lock, storage._order:
-            pairs = torch.stack([slot.flatten(), stream.flatten()]).long().to(storage.device, non_blocking=True)
-            if generation is not None:
-                generation = generation.flatten().to(storage.device, non_blocking=True)
-            priority = priority.to(storage.device, non_blocking=True)
-            return self._table_of(storage).update(storage.block, pairs, generation, priority).view(shape)
-
-    def _table_of(self, storage: SlotStorage) -> PriorityTable:
-        """Returns the table, up to date. A storage of another geometry gets a new one."""
-        block, table = storage.block, self._table
-        if table is None or self._restart or not table.fits(block):
-            table = self._start(block)
-        table.refresh(storage)
-        return table
-
-    def _start(self, block: SlotBlock) -> PriorityTable:
-        if capturing(block):
-            raise RuntimeError(
-                "PrioritizedTransitionSampler: a first draw must not be captured in a CUDA graph, whose replays would "
-                "reset all priorities. Nothing was drawn; draw a batch before the capture."
-            )
-        saved, sizes = self._loaded, (block.capacity, block.num_streams)
-        if saved is not None and (saved["capacity"], saved["num_streams"]) != sizes:
-            raise ValueError(
-                f"PrioritizedTransitionSampler: the loaded priorities must be of {sizes[0]} slots x {sizes[1]} "
-                f"streams, got {saved['capacity']} x {saved['num_streams']}. Nothing was drawn; load those of the "
-                "storage, or empty the buffer."
-            )
-        table = self._table
-        if table is None or not table.fits(block):
-            options = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "within_buffer": self._within_buffer}
-            table = self._table = (DevicePriorities if block.on_device else HostPriorities)(block, **options)
-        table.load(saved)  # in place: captured draws keep reading it
-        self._restart, self._loaded = False, None
-        return table
-
-    # ------------------------------------------------------------------ state
-
-    def _empty(self) -> None:
-        super()._empty()
-        self._restart, self._loaded = True, None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the priorities, the positions they were brought up to, the largest one and ``beta``, as copies."""
-        table = deepcopy(self._loaded) if self._restart or self._table is None else self._table.state()
-        return OrderedDict(alpha=self._alpha, eps=self._eps, beta=self._beta, priorities=table)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`, which goes with the state of the storage.
-
-        Raises:
-            ValueError: when it is of another kind, or of a sampler with another ``alpha`` or ``eps``. Nothing changed.
-        """
-        try:
-            options = state_dict["alpha"], state_dict["eps"]
-            beta, saved = state_dict["beta"], state_dict["priorities"]
-            loaded = None if saved is None else {name: deepcopy(saved[name]) for name in STATE}
-        except KeyError as error:
-            raise ValueError(
-                f"PrioritizedTransitionSampler: the state must have the key {error}, got {list(state_dict)}. Nothing "
-                "was changed."
-            ) from error
-        if options != (self._alpha, self._eps):
-            raise ValueError(
-                f"PrioritizedTransitionSampler: the state must have (alpha, eps) {(self._alpha, self._eps)}, got "
-                f"{options}. Nothing was changed."
-            )
-        self.beta = beta
-        self._restart, self._loaded = True, loaded
+            table = self._table_of(storage)
+            return table.update(storage.block, update.pairs, update.generation, update.priority).view(update.shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.update(_table=None, _choice=None, _restart=True, _loaded=self.state_dict()["priorities"])
-        return state
+        return {**super().__getstate__(), "_choice": None}
 
     def __repr__(self) -> str:
         options = {"n_steps": self.n_steps, "gamma": self.gamma, "alpha": self._alpha, "beta": self._beta}
         return f"{type(self).__name__}({json.dumps(options)[1:-1]})"
-
-
-def _checked(priority: float | torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Returns priorities as float32 ``[M]``, one for each row of ``shape``."""
-    value = torch.as_tensor(priority).detach()
-    if value.dtype.is_complex or value.dtype == torch.bool:
-        raise TypeError(f"update_priority: priority must be real numbers, got {value.dtype}. Nothing was changed.")
-    if value.numel() != 1 and value.shape not in (shape, (*shape, 1)):
-        raise ValueError(
-            f"update_priority: priority must be one number or have the shape {list(shape)} of the index, got "
-            f"{list(value.shape)}. Nothing was changed."
-        )
-    value = value.float().flatten().expand(shape.numel())
-    if value.device.type != "cpu":
-        # To ask would wait for the device.
-        return value.nan_to_num(nan=0.0).clamp(min=0.0)
-    numbers = value.numpy()
-    low, high = numbers.min(initial=0.0), numbers.max(initial=0.0)  # NaN where any number is
-    if not 0.0 <= low <= high < math.inf:
-        raise ValueError(
-            f"update_priority: priorities must be finite float32 numbers >= 0, got from {numbers.min()} to "
-            f"{numbers.max()}. Nothing was changed; pass absolute values."
-        )
-    return value

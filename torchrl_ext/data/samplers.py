@@ -7,22 +7,20 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_ext.data._block import SlotBlock
-from torchrl_ext.data._transitions import assemble, assemble_fused
+from torchrl_ext.data._row_draws import EMPTY, draw_uniform, draw_weighted, refuse_empty
+from torchrl_ext.data._transitions import assemble, assemble_fused, check_reward
 from torchrl_ext.data.batch_pool import BatchPool
-from torchrl_ext.data.draws import Draw, draw_lockstep, locate, lockstep, place, sampleable_counts, uniform_ordinals
+from torchrl_ext.data.draws import Draw, locate, sampleable_counts
 from torchrl_ext.data.slot_sampler import SlotSampler
 from torchrl_ext.data.storages import SlotStorage
 
 __all__ = ["TransitionSampler"]
-
-_EMPTY = "sample: the storage must hold a row whose successor is known, got {}. Nothing was changed; write to it first."
 
 
 class TransitionSampler(SlotSampler):
@@ -55,7 +53,8 @@ class TransitionSampler(SlotSampler):
             rows, reshuffled when it is used up or when rows were written. Defaults to ``True``.
         drop_last (bool, optional): without replacement, drop the incomplete last batch. Defaults to ``False``.
         stream_weights (torch.Tensor, optional): float ``[N]``, relative weight of each stream: a stream with rows is
-            drawn in proportion to its weight, then a row of it uniformly. Defaults to None (uniform over rows).
+            drawn in proportion to its weight, then a row of it uniformly. On a CUDA device nobody looks whether a
+            stream of positive weight has rows; one must. Defaults to None (uniform over rows).
         reward_key (NestedKey, optional): a scalar per row. Defaults to ``("next", "reward")``.
 
     Raises:
@@ -104,10 +103,11 @@ class TransitionSampler(SlotSampler):
             raise ValueError(f"TransitionSampler: gamma must be in [0, 1], got {gamma}.")
         if stream_weights is not None:
             stream_weights = torch.as_tensor(stream_weights, dtype=torch.float64)
-            if not replacement or stream_weights.dim() != 1 or not bool((stream_weights >= 0).all()):
+            possible = (stream_weights >= 0) & stream_weights.isfinite()
+            if not replacement or stream_weights.dim() != 1 or not bool(possible.all()):
                 raise ValueError(
-                    "TransitionSampler: stream_weights must be non-negative numbers [N] and go with replacement=True, "
-                    f"got {stream_weights.tolist()} with replacement={replacement}."
+                    "TransitionSampler: stream_weights must be finite numbers >= 0, one per stream, and go with "
+                    f"replacement=True, got {stream_weights.tolist()} with replacement={replacement}."
                 )
         self.n_steps, self.gamma = n_steps, float(gamma)
         self.replacement, self.drop_last = replacement, drop_last
@@ -137,74 +137,52 @@ class TransitionSampler(SlotSampler):
         """
         options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
         recipe = self.n_steps, self.gamma, self.reward_key
-        if self.replacement and self.stream_weights is None and storage.initialized and storage.block.on_device:
-            self._refuse_empty(storage.block)
-            made = assemble_fused(storage.block, batch_size, *recipe, generator=self._rng, **options)
-            if made is not None:
-                return made
+        if storage.initialized:
+            check_reward(storage.block.layout, self.reward_key, self.n_steps)
+            if self.replacement and self.stream_weights is None and storage.block.on_device:
+                refuse_empty(storage.block)
+                made = assemble_fused(storage.block, batch_size, *recipe, generator=self._rng, **options)
+                if made is not None:
+                    return made
         drawn = self.draw(storage, batch_size)  # before the block is asked for, so that nothing to draw is refused here
         return assemble(storage.block, drawn, *recipe, **options)
-
-    @staticmethod
-    def _refuse_empty(block: SlotBlock) -> None:
-        # With two rows in one stream a row surely has its successor; only below that a device is asked.
-        if block.longest < 2:
-            block.catch_up()
-        if (block.longest < 2 or block.may_have_holes) and not int(sampleable_counts(block)[2].sum()):
-            raise RuntimeError(_EMPTY.format("none"))
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
         """Draws rows; see :meth:`draw_batch`."""
         if not storage.initialized:
-            raise RuntimeError(_EMPTY.format("an empty storage"))
+            raise RuntimeError(EMPTY.format("an empty storage"))
         if not self.replacement:
             return self._draw_permuted(storage, batch_size)
         if self.stream_weights is not None:
-            return self._draw_weighted(storage, batch_size)
-        return draw(storage, batch_size, self._rng)
-
-    def _draw_weighted(self, storage: SlotStorage, batch_size: int) -> Draw:
-        block, weights = storage.block, cast(torch.Tensor, self.stream_weights)
-        if len(weights) != block.num_streams:
-            raise ValueError(
-                f"TransitionSampler: stream_weights must have one number per stream ({block.num_streams}), got "
-                f"{len(weights)}."
-            )
-        low, high, counts = sampleable_counts(block)
-        ends = (weights.to(block.device) * (counts > 0)).cumsum(0)
-        if not block.on_device and not float(ends[-1]):
-            raise RuntimeError(_EMPTY.format("none in a stream of positive weight"))
-        device = block.device if self._rng is None else self._rng.device
-        unit = torch.rand(2, batch_size, dtype=torch.float64, generator=self._rng, device=device).to(block.device)
-        stream = torch.searchsorted(ends, unit[0] * ends[-1], right=True).clamp_(max=block.num_streams - 1)
-        return place(block, low, high, stream, (unit[1] * counts[stream]).long())
+            return draw_weighted(storage, batch_size, self._rng, self.stream_weights)
+        return draw_uniform(storage, batch_size, self._rng)
 
     def _draw_permuted(self, storage: SlotStorage, batch_size: int) -> Draw:
-        block = storage.block
+        block, order = storage.block, self._order
         low, high, counts = sampleable_counts(block)
-        key = torch.stack([low, high])
-        order = self._order
-        if order is None or self._order_key is None or not torch.equal(self._order_key.to(key.device), key):
-            order = self._shuffle(key, counts)
-        if self.drop_last and len(order) < batch_size:
-            raise ValueError(
-                f"TransitionSampler: the batch size must be at most the {len(order)} sampleable rows with "
-                f"drop_last=True, got {batch_size}."
-            )
+        key, least = torch.stack([low, high]), batch_size if self.drop_last else 1
+        known = self._order_key is not None and torch.equal(self._order_key.to(key.device), key)
+        if order is None or not known or len(order) < least:
+            order = self._shuffle(key, counts, least)
         ordinal = order[:batch_size]
         self._order = order = order[batch_size:]
-        self.ran_out = len(order) < (batch_size if self.drop_last else 1)
+        self.ran_out = len(order) < least
         drawn = locate(block, low, counts, ordinal.to(block.device), high)
         if self.ran_out:
-            order = self._shuffle(key, counts)
+            order = self._shuffle(key, counts, least)
         self._count_remaining(len(order), batch_size)
         return drawn
 
-    def _shuffle(self, key: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _shuffle(self, key: torch.Tensor, counts: torch.Tensor, least: int) -> torch.Tensor:
         # The number of rows is read back once per pass over the data, also on CUDA.
         total = int(counts.sum())
         if not total:
-            raise RuntimeError(_EMPTY.format("none"))
+            raise RuntimeError(EMPTY.format("none"))
+        if total < least:
+            raise ValueError(
+                f"TransitionSampler: the batch size must be at most the {total} sampleable rows with drop_last=True, "
+                f"got {least}. Nothing was drawn."
+            )
         device = key.device if self._rng is None else self._rng.device
         self._order = order = torch.randperm(total, generator=self._rng, device=device)
         self._order_key = key
@@ -255,13 +233,20 @@ class TransitionSampler(SlotSampler):
         return OrderedDict(order=self._order, order_key=self._order_key, ran_out=self._ran_out)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`."""
+        """Restores :meth:`state_dict`; raises ``ValueError`` when it is not one, and changes nothing then."""
         try:
             order, key, ran_out = (state_dict[name] for name in ("order", "order_key", "ran_out"))
         except KeyError as error:
             raise ValueError(
                 f"TransitionSampler: the state must have the key {error}, got {list(state_dict)}. Nothing was changed."
             ) from error
+        for name, value, dims in (("order", order, 1), ("order_key", key, 2)):
+            is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == dims
+            if value is not None and not is_tensor:
+                raise ValueError(
+                    f"TransitionSampler: {name} of the state must be an int64 tensor of {dims} dimensions or None, got "
+                    f"{value}. Nothing was changed."
+                )
         self._order = None if order is None else order.clone()
         self._order_key = None if key is None else key.clone()
         self._ran_out = bool(ran_out)
@@ -278,29 +263,3 @@ class TransitionSampler(SlotSampler):
     def __repr__(self) -> str:
         options = {"n_steps": self.n_steps, "gamma": self.gamma, "replacement": self.replacement}
         return f"{type(self).__name__}({json.dumps(options)[1:-1]})"
-
-
-def draw(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> Draw:
-    """Draws rows uniformly over all sampleable rows, with replacement."""
-    block = storage.block
-    if not block.on_device:
-        rows = lockstep(block)
-        if rows is not None:
-            if rows.low == rows.high and rows.known is None:
-                raise RuntimeError(_EMPTY.format("none"))
-            return draw_lockstep(block, rows, batch_size, generator)
-    low, high, counts = sampleable_counts(block)
-    total = counts.sum()
-    if block.on_device:
-        TransitionSampler._refuse_empty(block)
-    elif not int(total):
-        raise RuntimeError(_EMPTY.format("none"))
-    return locate(block, low, counts, uniform_ordinals(block, total, batch_size, generator), high)
-
-
-def draw_index(storage: SlotStorage, batch_size: int, generator: torch.Generator | None) -> torch.Tensor:
-    """Draws (slot, stream) int64 ``[B, 2]`` for stock samplers."""
-    if not storage.initialized:
-        raise RuntimeError(_EMPTY.format("an empty storage"))
-    drawn = draw(storage, batch_size, generator).torch()
-    return torch.stack([drawn.slot, drawn.stream], -1).long()

@@ -17,6 +17,7 @@ from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._episode_windows import draw_within_episodes, episode_starts
 from torchrl_ext.data._fresh_windows import FreshWindows
 from torchrl_ext.data._gather import Span
+from torchrl_ext.data._moves import arrived
 from torchrl_ext.data._transitions import _span
 from torchrl_ext.data._window_rows import BatchPlan, gather_fused, gather_on_device, gather_on_host, plan_batch
 from torchrl_ext.data._windows import (
@@ -132,7 +133,7 @@ class SequenceSampler(SlotSampler):
         else:
             raw = gather_on_host(block, self._draw_on_host(storage, count), seq_len, plan, pool)
         if device is not None and device != raw.device:
-            raw = raw.to(device, non_blocking=True)
+            raw = arrived(raw, device)
         return plan.batch(raw, contiguous=contiguous, pool=pool)
 
     def _count(self, storage: SlotStorage, batch_size: int) -> int:

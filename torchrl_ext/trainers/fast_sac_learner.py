@@ -168,7 +168,7 @@ class FastSACLearner:
         if self.normalizer is None:
             return
         rows = run.select(*self.normalizer.in_keys)
-        self.normalizer.update(rows.to(self.device, non_blocking=True))
+        self.normalizer.update(rows.to(self.device, non_blocking=self.device.type == "cuda"))
 
     def update(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Takes one gradient step.
