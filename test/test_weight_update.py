@@ -201,6 +201,16 @@ class TestLayout:
         layout.unpack(flat, destination)
         flat.zero_()
         assert destination.seen.item() == 7.0
+        before = flat.clone()
+        for other in (
+            {"seen": torch.zeros(2)},
+            {"seen": torch.zeros((), dtype=torch.int64)},
+            {"heard": torch.zeros(())},
+        ):
+            source.get_extra_state = lambda other=other: other
+            with pytest.raises(ValueError, match="key '__extra_state__.(seen|heard)' must be .* Nothing was changed"):
+                layout.pack(source, flat)
+            assert torch.equal(flat, before)
 
 
 def make_policy() -> TensorDictModule:
@@ -324,6 +334,63 @@ class TestScheme:
             scheme.send(**arguments)
         assert [receiver.receive() for receiver in receivers] == [None, None]
 
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
+            ({"devices": []}, "num_workers must be at least 1, got 0"),
+            ({"params_map": {}}, "num_workers must be at least 1, got 0"),
+            ({"params_map": {0: 0, 2: 2}}, r"params_map must have weights for workers \[0, 1\], got \[0, 2\]"),
+            ({"params_map": {0: 0}, "num_workers": 2}, r"params_map must have weights for workers \[0, 1\], got \[0\]"),
+        ],
+    )
+    def test_workers_without_weights_are_refused(self, given, message):
+        weights = TensorDict.from_module(make_policy()).data
+        if "params_map" in given:
+            given = {**given, "params_map": dict.fromkeys(given["params_map"], weights)}
+        else:
+            given = {**given, "weights": weights}
+        scheme = SeqlockWeightSyncScheme()
+        with pytest.raises(ValueError, match=message):
+            scheme.init_on_sender(**given)
+        assert not scheme.initialized_on_sender and scheme.layout is None
+
+    def test_failed_initialisation_leaves_the_scheme_as_it_was(self):
+        learner = make_policy()
+        scheme, (receiver,), _ = connected(learner)
+        with pytest.raises(ValueError, match="a leaf that is not empty"):
+            scheme.init_on_sender(model_id="other", model=nn.ReLU(), num_workers=3)
+        assert (scheme.model_id, scheme.model, len(scheme.versions)) == ("policy", learner, 1)
+
+    def test_weights_that_are_not_there_are_refused_in_one_sentence(self):
+        scheme = SeqlockWeightSyncScheme()
+        scheme.init_on_sender(params_map={0: TensorDict.from_module(make_policy()).data}, model_id="policy")
+        scheme.connect()
+        with pytest.raises(
+            ValueError, match="weights must be a module, a TensorDict or a state dict.*Nothing was sent"
+        ):
+            scheme.send()
+        assert scheme.versions == {0: 1}
+
+    def test_connection_that_timed_out_may_be_tried_again(self):
+        scheme = SeqlockWeightSyncScheme(transport="ipc", connect_timeout=0.01)
+        scheme.init_on_sender(params_map={0: TensorDict.from_module(make_policy()).data})
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"workers \[0\] must connect within"):
+                scheme.connect()
+
+    def test_another_worker_than_that_of_the_channel_cannot_connect(self):
+        scheme = SeqlockWeightSyncScheme(num_workers=2)
+        scheme.init_on_sender(model_id="policy", model=(learner := make_policy()))
+        scheme.connect()
+        receiver, policy = scheme.for_worker(1), make_policy()
+        receiver.init_on_receiver(model_id="policy", model=policy)
+        with pytest.raises(ValueError, match="worker_idx must be 1, that of init_on_receiver, got 0"):
+            receiver.connect(worker_idx=0)
+        assert not same(policy, learner)
+        receiver.connect(worker_idx=1)
+        assert same(policy, learner)
+
     def test_another_model_is_refused_by_the_worker(self):
         scheme = SeqlockWeightSyncScheme(num_workers=1)
         scheme.init_on_sender(model_id="policy", model=make_policy())
@@ -373,6 +440,29 @@ class TestScheme:
         scheme.send()
         receiver.receive()
         assert same(other, learner)
+
+    def test_receiver_keeps_its_model_when_another_one_is_refused(self):
+        learner = make_policy()
+        scheme, (receiver,), (policy,) = connected(learner)
+        with pytest.raises(ValueError, match="key 'bias' must be absent"):
+            receiver.model = nn.Linear(3, 1)
+        assert receiver.model is policy
+        fill(learner, 5.0)
+        scheme.send()
+        assert receiver.receive() is not None and same(policy, learner)
+
+    def test_weights_that_a_model_could_not_take_are_applied_once_it_can(self):
+        learner = make_policy()
+        scheme, (receiver,), (policy,) = connected(learner)
+        bias, policy.module[0].bias = policy.module[0].bias, nn.Parameter(torch.zeros(5))
+        before = values(policy)
+        fill(learner, 3.0)
+        scheme.send()
+        with pytest.raises(ValueError, match=r"'module.0.bias' must be torch.float32 \[8\], got torch.float32 \[5\]"):
+            receiver.receive()
+        assert receiver.version == 1 and all(torch.equal(value, before[name]) for name, value in values(policy).items())
+        policy.module[0].bias = bias
+        assert receiver.receive() is not None and same(policy, learner) and receiver.version == 2
 
     def test_receiver_with_a_context_receives_before_each_call(self):
         class Collector:

@@ -59,14 +59,25 @@ class Copies:
         return [tensor.data_ptr() for tensor in self._tensors] == self._pointers
 
     def pack(self, source: Weights) -> None:
-        """Copies the weights into the buffer."""
+        """Copies the weights into the buffer; raises ``ValueError`` for extra state of another layout by now."""
+        extra = self._extra_of(source)
         with torch.no_grad():
             for tensors, views in self._groups:
                 torch._foreach_copy_(views, tensors)
             for tensor, view in zip(*self._tied, strict=True):
                 view.copy_(tensor)
-            for name, value in extra_state(source).items() if self._extra else ():
-                self._extra[name].copy_(value)  # it need not be the tensors of before
+            for name, value in extra.items():
+                self._extra[name].copy_(value)
+
+    def _extra_of(self, source: Weights) -> dict[str, torch.Tensor]:
+        if not self._extra:
+            return {}
+        extra = extra_state(source)  # it need not be the tensors of before, nor of their shapes
+        for name in sorted(self._extra.keys() | extra.keys()):
+            wanted, got = (_kind(values.get(name)) for values in (self._extra, extra))
+            if wanted != got:
+                raise ValueError(f"WeightLayout: key {name!r} must be {wanted}, got {got}. Nothing was changed.")
+        return extra
 
     def unpack(self, destination: Any) -> None:
         """Copies the buffer into the weights, a tied one from the first of its names."""
@@ -77,3 +88,7 @@ class Copies:
             target = getattr(destination, "_orig_mod", destination)
             values = {name: view.to(self.device or view.device, copy=True) for name, view in self._extra.items()}
             target.set_extra_state({name.partition(".")[2]: value for name, value in values.items()})
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

@@ -51,11 +51,15 @@ class ReceivingEnd:
         self._device_flat = torch.empty(size, dtype=torch.uint8, device=self._device) if on_cuda else None
         self._views: dict[int, TensorDict] = {}
         self._in_model = 0
+        self._rewind()
+        if self._asked and self._device != before:
+            self.ask()
+
+    def _rewind(self) -> None:
+        """Reads the newest weights again, whether or not they were read before."""
         self._host = self._channel.host.reader()
         if self._on_device is not None:
             self._on_device.rewind()
-        if self._asked and self._device != before:
-            self.ask()
 
     @property
     def settled(self) -> bool:
@@ -82,7 +86,11 @@ class ReceivingEnd:
         version, flat = self._read()
         if version is None:
             return None
-        self._layout.unpack(flat, self.model)
+        try:
+            self._layout.unpack(flat, self.model)
+        except ValueError:
+            self._rewind()  # they are still to be applied, once the model has its layout again
+            raise
         self.version = self._in_model = version
         self._cursors.fence()
         self._cursors[APPLIED] = version

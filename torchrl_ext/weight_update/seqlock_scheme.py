@@ -6,28 +6,25 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_ext.weight_update._channel import PAUSE, Channel
-from torchrl_ext.weight_update._leaves import Weights
-from torchrl_ext.weight_update._publisher import Publisher, addressed
+from torchrl_ext.weight_update._channel import PAUSE
 from torchrl_ext.weight_update._receiving import ReceivingEnd
-from torchrl_ext.weight_update._sending import SendingEnd
+from torchrl_ext.weight_update._sender_side import SenderSide
 from torchrl_ext.weight_update.weight_layout import WeightLayout
 
 __all__ = ["SeqlockWeightSyncScheme"]
 
 
 @register_weight_sync_backend("seqlock")
-class SeqlockWeightSyncScheme(WeightSyncScheme):
+class SeqlockWeightSyncScheme(SenderSide):
     """Publishes a policy's weights to worker processes of the same host.
 
     Roles      One sender, in one thread; one receiver per worker, in the thread that calls its policy.
@@ -88,134 +85,10 @@ class SeqlockWeightSyncScheme(WeightSyncScheme):
             )
         super().__init__("tensordict")
         self._num_workers, self._transport, self._connect_timeout = num_workers, transport, connect_timeout
-        self._layout: WeightLayout | None = None
-        self._channels: dict[int, Channel] = {}
-        self._publisher: Publisher | None = None
-        self._initial: dict[int, Weights] | None = None
+        self._layout = self._publisher = self._initial = None
+        self._channels = {}
         self._receiver: ReceivingEnd | None = None
         self._hook: Any = None
-
-    # Sender
-
-    def _init_on_sender_impl(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: nn.Module | None = None,
-        weights: TensorDictBase | None = None,
-        params_map: Mapping[int, TensorDictBase] | None = None,
-        devices: Sequence[torch.device] | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
-    ) -> None:
-        """Makes the channels.
-
-        Give one of ``model``, ``weights``, ``params_map`` (the first weights of each worker) and ``context`` (whose
-        ``model_id`` attribute is the model). Workers know their devices: of ``devices`` only the number counts, and the
-        multiprocessing context ``ctx`` is not needed.
-        """
-        given = [value for value in (context, model, weights, params_map) if value is not None]
-        if len(given) != 1 or (context is not None and model_id is None):
-            raise ValueError(
-                "SeqlockWeightSyncScheme: init_on_sender must be given one of model, weights, params_map and context "
-                f"(with model_id), got {len(given)} of them and model_id {model_id!r}."
-            )
-        counts = [num_workers, self._num_workers, getattr(context, "num_workers", None)]
-        counts += [len(value) if value is not None else None for value in (devices, params_map)]
-        count = next((value for value in counts if value is not None), None)
-        if count is None:
-            raise ValueError("SeqlockWeightSyncScheme: num_workers must be given, got neither it nor a context's.")
-        self.model_id = model_id
-        self.context, self.model = context, model
-        self._weights = weights
-        self._initial = None if params_map is None else dict(params_map)
-        source = self._source(None if params_map is None else next(iter(params_map.values())))
-        layout = self._layout = WeightLayout.from_weights(source)
-        self._channels = {worker: Channel(layout.nbytes) for worker in range(count)}
-        self._publisher = Publisher(layout, self._channels, self._transport, source)
-
-    def _setup_connection_and_weights_on_sender_impl(
-        self, *, worker_idx: int | None = None, weights: Any | None = None
-    ) -> None:
-        self.send(self._initial if weights is None else weights)
-        self._initial = None
-        cast(Publisher, self._publisher).connect(self._connect_timeout)
-
-    def send(
-        self,
-        weights: Weights | Mapping[int, Weights] | None = None,
-        worker_ids: int | Sequence[int] | None = None,
-        wait: float | None = None,
-    ) -> None:
-        """Publishes weights; the caller may overwrite them as soon as this returns (on CUDA: in stream order).
-
-        Args:
-            weights (nn.Module, TensorDict, state dict, or a mapping of worker ids to these, optional): what to send.
-                Defaults to the model or weights of ``init_on_sender``.
-            worker_ids (int or sequence of int, optional): to whom. Defaults to all workers, or those of the mapping.
-            wait (float, optional): seconds to wait until every one of them applied these weights. Defaults to not
-                waiting.
-
-        Raises:
-            RuntimeError: before ``connect``; with ``transport="ipc"``, where that cannot be had.
-            ValueError: for weights of another layout, naming the first key that differs, or an unknown worker. Nothing
-                was sent.
-            TimeoutError: naming the workers that did not apply them. They stay published.
-        """
-        if not (self.initialized_on_sender and self.synchronized_on_sender):
-            raise RuntimeError(
-                "SeqlockWeightSyncScheme: send must follow init_on_sender and connect. Nothing was sent."
-            )
-        given = addressed(weights, worker_ids, self._channels)
-        sources, publisher = {w: self._source(source) for w, source in given.items()}, cast(Publisher, self._publisher)
-        publisher.send(sources)
-        if wait is not None:
-            publisher.wait(list(sources), wait)
-
-    def poll(self) -> bool:
-        """Shows what is complete to the workers and answers them, without waiting: call it once per learner step.
-
-        Returns:
-            bool: whether everything that was sent is visible.
-
-        Raises:
-            RuntimeError: before ``init_on_sender``; with ``transport="ipc"``, where that cannot be had.
-        """
-        if self._publisher is None:
-            raise RuntimeError("SeqlockWeightSyncScheme: poll must follow init_on_sender.")
-        return self._publisher.poll()
-
-    def _source(self, weights: Any) -> Weights:
-        if weights is None:
-            weights = self._weights
-        if weights is None:
-            weights = self.model_id if self._model_ref is None else self.model
-        if isinstance(weights, str):
-            context, name = self.context, weights
-            weights = getattr(context, "_fallback_policy", None) if name == "policy" else None
-            weights = _resolve_model(context, name) if weights is None else weights
-        if not isinstance(weights, nn.Module | TensorDictBase | Mapping):
-            raise ValueError(
-                "SeqlockWeightSyncScheme: weights must be a module, a TensorDict or a state dict, got "
-                f"{type(weights).__name__}. Nothing was sent."
-            )
-        return weights
-
-    def for_worker(self, worker_idx: int) -> SeqlockWeightSyncScheme:
-        """Returns the receiver of one worker, to be passed to its process as an argument; also when it is restarted.
-
-        Raises:
-            ValueError: for an unknown worker.
-        """
-        if worker_idx not in self._channels:
-            raise ValueError(
-                f"SeqlockWeightSyncScheme: worker_idx must be among {list(self._channels)}, got {worker_idx}."
-            )
-        scheme = type(self)(transport=self._transport, connect_timeout=self._connect_timeout)
-        scheme._layout, scheme._channels = self._layout, {worker_idx: self._channels[worker_idx]}
-        scheme._model_id, scheme._worker_idx = self._model_id, worker_idx
-        return scheme
 
     # Receiver
 
@@ -230,19 +103,27 @@ class SeqlockWeightSyncScheme(WeightSyncScheme):
                 f"SeqlockWeightSyncScheme: worker_idx must be among {list(self._channels)}, got {worker_idx}; "
                 "init_on_sender makes the channels before the scheme is passed to a worker."
             )
-        self._model_id, self._worker_idx = model_id, worker_idx
         target = model if model is not None else _resolve_model(context, model_id)
-        self._receiver = ReceivingEnd(self._channels[worker_idx], self._layout, target)
+        receiver = ReceivingEnd(self._channels[worker_idx], self._layout, target)
+        self._receiver, self._model_id, self._worker_idx = receiver, model_id, worker_idx
         self.model, self.context = target, context
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
+        if worker_idx is not None and worker_idx != self._worker_idx:
+            raise ValueError(
+                f"SeqlockWeightSyncScheme: worker_idx must be {self._worker_idx}, that of init_on_receiver, got "
+                f"{worker_idx}."
+            )
         receiver = cast(ReceivingEnd, self._receiver)
         receiver.materialize()
         receiver.ask()
         deadline = time.monotonic() + self._connect_timeout
-        while receiver.version == 0 or (self._transport == "ipc" and not receiver.settled):
-            if receiver.take() is None and time.monotonic() > deadline:
-                what = "its first weights" if receiver.version == 0 else "the device memory of transport='ipc'"
+        while True:
+            receiver.take()
+            if receiver.version and (self._transport != "ipc" or receiver.settled):
+                return
+            if time.monotonic() > deadline:
+                what = "the device memory of transport='ipc'" if receiver.version else "its first weights"
                 raise TimeoutError(
                     f"SeqlockWeightSyncScheme: worker {self._worker_idx} must get {what} within "
                     f"{self._connect_timeout} s of connect: the sender's connect was not called, failed or hangs."
@@ -276,15 +157,16 @@ class SeqlockWeightSyncScheme(WeightSyncScheme):
     def model(self) -> Any | None:
         """The model whose weights are sent or written.
 
-        A receiver may be given another one of the same layout, which has the newest weights after the next ``receive``.
+        A receiver may be given another one of the same layout, which has the newest weights after the next ``receive``;
+        one of another layout raises ``ValueError`` and changes nothing.
         """
         return WeightSyncScheme.model.fget(self)
 
     @model.setter
     def model(self, model: Any) -> None:
-        WeightSyncScheme.model.fset(self, model)
         if self._receiver is not None and model is not None and model is not self._receiver.model:
             self._receiver.rebind(model)
+        WeightSyncScheme.model.fset(self, model)
         self._receive_before_calls()
 
     @property
@@ -326,20 +208,6 @@ class SeqlockWeightSyncScheme(WeightSyncScheme):
         if self._receiver is not None:
             return self._receiver.version
         return max(self.versions.values(), default=0)
-
-    @property
-    def versions(self) -> dict[int, int]:
-        """Sender: the newest version that each worker sees."""
-        return {worker: end.version for worker, end in self._ends.items()}
-
-    @property
-    def applied_versions(self) -> dict[int, int]:
-        """Sender: the version that each worker acts on."""
-        return {worker: end.applied for worker, end in self._ends.items()}
-
-    @property
-    def _ends(self) -> dict[int, SendingEnd]:
-        return {} if self._publisher is None else self._publisher.ends
 
     def create_transport(self, **kwargs: Any) -> TransportBackend:
         """Not used: ``init_on_sender`` makes one channel per worker."""
