@@ -87,7 +87,8 @@ def newest(reports: Path) -> dict[Key, Measured]:
             try:
                 record = json.loads(line)
                 key = (record["case"], record["device"], record["config"])
-                complete = {"ours_ms", "peer", "peer_ms", "ratio_peer", "ratio_limit", "extra"} <= set(record)
+                complete = {"ours_ms", "peer", "peer_ms", "ratio_peer", "ratio_limit"} <= set(record)
+                complete &= all(isinstance(part, str) for part in key) and isinstance(record["extra"], dict)
             except (ValueError, KeyError, TypeError):
                 complete = False
             if not complete:

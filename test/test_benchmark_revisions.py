@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,7 +235,7 @@ class TestErrors:
         done = repository.compare("HEAD", "--run-timeout", "4")
         assert done.returncode == 2 and "a run of head took more than 4 s" in done.stderr
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     def test_a_signal_ends_the_run_and_what_it_started(self, repository, tmp_path, number):
         if signal.getsignal(number) is signal.SIG_IGN:
             pytest.skip("The signal is ignored in this process and so in its children.")
@@ -251,6 +252,39 @@ class TestErrors:
         assert process.returncode == 130
         assert err.endswith("compare_revisions.py: interrupted; the worktrees are removed.\n")
         wait_until(lambda: not Path(f"/proc/{started.read_text()}").exists())
+
+    def test_a_signal_while_worktrees_are_removed_waits_for_that(self, repository, tmp_path, monkeypatch):
+        git_that(tmp_path, monkeypatch, when="worktree remove", does="kill -TERM $PPID; sleep 0.2")
+        done = repository.compare("HEAD", "--head", "HEAD", "-k", "nothing_has_this_name")
+        assert done.returncode == 130, done.stderr  # and the fixture finds nothing left
+
+    def test_a_tree_that_cannot_be_copied(self, repository, tmp_path, monkeypatch):
+        """Else the installed package would be measured as head."""
+        git_that(tmp_path, monkeypatch, when="ls-files", does="echo 'fatal: too old' >&2; exit 129")
+        done = repository.compare("HEAD")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "compare_revisions.py: git cannot list the files of the working tree: fatal: too old\n"
+
+    def test_a_report_that_could_not_be_written_is_refused_before_anything_runs(self, repository, tmp_path):
+        done = repository.compare("HEAD", "--out", str(tmp_path / "nowhere" / "report.md"))
+        assert done.returncode == 2 and ": run " not in done.stderr
+        assert done.stderr.endswith(
+            f"--out: must be in a folder that exists, got {tmp_path / 'nowhere' / 'report.md'}\n"
+        )
+
+    @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+    def test_a_time_that_is_none_is_refused(self, repository, seconds):
+        done = repository.compare("HEAD", f"--run-timeout={seconds}")
+        assert done.returncode == 2 and "--run-timeout: must be above 0, got" in done.stderr
+
+
+def git_that(folder: Path, monkeypatch: pytest.MonkeyPatch, *, when: str, does: str) -> None:
+    """Puts a git first on the path that does something more when its arguments have these words."""
+    script = folder / "bin" / "git"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\ncase "$*" in *"{when}"*) {does};; esac\nexec {shutil.which("git")} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def wait_until(condition) -> None:

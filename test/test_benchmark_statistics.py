@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrl's wheel installs a package ``benchmarks`` too
 
-from benchmarks.compare_revisions import compare_samples, render
+from benchmarks.revision_report import compare_samples, exit_status, render
 from benchmarks.revision_statistics import Ratio, ratio_of_medians, run_order, verdict
 
 
@@ -141,3 +141,12 @@ class TestReport:
     def test_a_benchmark_that_some_runs_of_head_lack_is_not_compared(self):
         (line,) = compare_samples([{"a": [1.0]}, {"a": [1.0]}], [{"a": [1.0]}, {}], threshold=5.0)
         assert (line.ratio, line.verdict) == (None, "not measured in head")
+
+    def test_where_nothing_was_compared_the_status_does_not_say_that_head_is_as_fast(self):
+        """With one benchmark that base measures now and then there is not one ratio."""
+        now_and_then = compare_samples([{"a": [1.0]}, {}], [{"a": [1.0]}, {"a": [1.0]}], threshold=5.0)
+        assert (now_and_then[0].verdict, exit_status(now_and_then)) == ("not measured in base", 2)
+        same = [{"b": [1.0] * 9}] * 2
+        assert exit_status([*now_and_then, *compare_samples(same, same, threshold=5.0)]) == 0
+        gone = compare_samples([{"c": [1.0]}], [{}], threshold=5.0)
+        assert exit_status([*now_and_then, *gone]) == 1

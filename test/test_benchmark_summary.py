@@ -71,7 +71,10 @@ class TestNewest:
         write(tmp_path / "2026-11-30-a.jsonl", record(), record(device="cuda"), record(config="small"))
         assert len(summary.newest(tmp_path)) == 3
 
-    @pytest.mark.parametrize("line", ["{", "[]", '{"case": "ingest"}'])
+    @pytest.mark.parametrize(
+        "line",
+        ["{", "[]", '{"case": "ingest"}', json.dumps(record(config=["large"])), json.dumps(record(extra=None))],
+    )
     def test_a_line_that_is_no_record_is_named(self, tmp_path, line):
         (tmp_path / "2026-11-30-a.jsonl").write_text(f"{json.dumps(record())}\n{line}\n")
         with pytest.raises(summary.SummaryError, match=r"2026-11-30-a\.jsonl, line 2 is no record"):
