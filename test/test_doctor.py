@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -172,7 +173,37 @@ class TestProbe:
         assert fact.status == "NOTE" and re.match(r"no answer within 1 s", fact.text)
         assert time.monotonic() - began < 30.0
 
+    def test_ctrl_c_ends_the_probe_with_its_children(self, monkeypatch):
+        started, communicate = [], subprocess.Popen.communicate
+
+        def interrupted(process, *arguments, **options):
+            if process.args[-1].startswith("import os"):
+                started.append((process, int(process.stderr.readline())))
+                raise KeyboardInterrupt
+            return communicate(process, *arguments, **options)
+
+        monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+        code = (
+            "import os, subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, file=sys.stderr)"
+        )
+        with pytest.raises(KeyboardInterrupt):
+            self.probe(monkeypatch, f"{code}; sys.stderr.flush(); child.wait()")
+        ((process, child),) = started
+        assert process.wait(timeout=10.0) == -signal.SIGKILL
+        end = time.monotonic() + 10.0
+        while time.monotonic() < end and alive(child):
+            time.sleep(0.01)
+        assert not alive(child)
+
     @pytest.mark.gpu
     def test_real_probe_ends(self):
         fact = doctor._cuda_ipc()
         assert fact.name == "CUDA IPC" and fact.status in ("OK", "NOTE")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -21,12 +21,14 @@ import torch
 
 from torchrl_ext.record.panel import Panel
 from torchrl_ext.record.panel_board import PanelBoard
-from torchrl_ext.record.panel_curves import resample
+from torchrl_ext.record.panel_curves import learning_rows, resample
 from torchrl_ext.record.panel_frame import Frame
 from torchrl_ext.record.panel_layout import VIEWS, render
 from torchrl_ext.record.panel_painter import PanelPainter
 from torchrl_ext.record.panel_state import Counts, Curves, PanelState
-from torchrl_ext.record.spectrum import STYLES, draw_bars, plan_spectrum
+from torchrl_ext.record.panel_system import system_rows
+from torchrl_ext.record.panel_timing import timing_rows
+from torchrl_ext.record.spectrum import STYLES, SpectrumPlan, draw_bars, draw_spectrum, plan_spectrum
 
 rich_console, rich_cells = pytest.importorskip("rich.console"), pytest.importorskip("rich.cells")
 
@@ -92,6 +94,19 @@ class TestFrame:
             lines = text_of(render(replace(state, view=view, style=style), *size))
             assert len(lines) == size[1]
             assert {len(line) for line in lines} == {size[0]}
+
+    @pytest.mark.parametrize("rows", [timing_rows, system_rows, learning_rows])
+    @pytest.mark.parametrize("empty", [False, True])
+    def test_a_view_takes_no_more_lines_than_it_is_given(self, rows, empty):
+        nothing = {"system": None, "stages": {}, "metrics": {}, "curves": {}} if empty else {}
+        state = a_state(**nothing, system_error="driver lost")
+        for height in range(40):
+            assert len(rows(state, 80, height)) <= height
+
+    def test_gpus_have_room_before_the_bars(self):
+        for height in range(10, 23):
+            shown = "\n".join("".join(text for text, _ in row) for row in system_rows(a_state(), 80, height))
+            assert all(f"Device-{index}" in shown for index in range(8))
 
     def test_same_state_gives_the_same_frame(self):
         assert lines_of() == lines_of()
@@ -299,6 +314,15 @@ class TestSpectrum:
         assert plan.per_band * plan.pitch + 6 <= size[0]
         assert plan.bands * plan.per_band * plan.group >= cores
 
+    @pytest.mark.parametrize("cores", [range(128, 129), range(120, 129), range(95, 160), range(8)])
+    @pytest.mark.parametrize("pitch", [1, 2, 3])
+    def test_labels_are_ids_of_cores_and_never_parts_of_one(self, cores, pitch):
+        plan = SpectrumPlan(bands=1, per_band=len(cores), rows=1, pitch=pitch, group=1)
+        *_, (label, _) = draw_spectrum([0.5] * len(cores), cores, plan, style="ascii")
+        word, *ids = label.split()
+        assert word == "core" and {*map(int, ids)} <= {*cores}
+        assert len(label) <= 5 + len(cores) * pitch + 1
+
     @pytest.mark.parametrize("style", STYLES)
     def test_variable_chooses_the_style(self, style, monkeypatch):
         monkeypatch.setenv("TORCHRL_EXT_CPU_SPECTRUM", style)
@@ -502,6 +526,28 @@ class TestPainter:
         fault, *lines = stream.getvalue().splitlines()
         assert fault.startswith("Panel: frames could not be drawn (OSError('gone'))") and terminal.closed == 1
         assert sorted(lines)[0].startswith(" 50.0 %  50 frames") and sorted(lines)[1:] == ["hello"]
+
+    @pytest.mark.parametrize("failing", ["panel", "panel-sampler"])
+    def test_terminal_is_put_back_when_no_thread_can_be_started(self, failing, monkeypatch):
+        terminal, start = FakeTerminal(), threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == failing:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        panel = Panel(title="run", total_frames=1, time_budget=None, stream=io.StringIO(), sampler=machine)
+        monkeypatch.setattr(panel, "_open_terminal", lambda: terminal)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            panel.start()
+        assert terminal.closed == 1 and len(os.listdir("/proc/self/fd")) == descriptors
+        end = time.monotonic() + DEADLINE
+        while threading.active_count() > threads and time.monotonic() < end:
+            time.sleep(0.01)
+        assert threading.active_count() == threads
+        panel.stop()
 
     def test_background_job_draws_nothing(self):
         terminal = FakeTerminal()

@@ -362,6 +362,23 @@ class TestLeaving:
             assert running.end() in (-signal.SIGINT, 130)
             assert running.is_restored()
 
+    def test_start_that_fails_halfway_restores_the_terminal(self):
+        program = """
+        calls, dup2 = [], os.dup2
+        def second_fails(*descriptors):
+            calls.append(descriptors)
+            if len(calls) == 2: raise OSError(24, "Too many open files")
+            return dup2(*descriptors)
+        os.dup2 = second_fails
+        try:
+            make().start()
+        except OSError as error:
+            print("refused", error.errno)
+        """
+        with session(program) as running:
+            assert running.end() == 0
+            assert running.is_restored() and running.wrote("refused 24")
+
     def test_ctrl_c_is_a_signal_and_restores_the_terminal(self):
         with session("with make() as panel: train(panel)") as running:
             running.shows("[1 Overview]")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -146,21 +147,22 @@ def _cuda() -> list[Fact]:
 
 
 def _cuda_ipc() -> Fact:
-    process = subprocess.Popen(
+    rest = "transport=host works without it"
+    with subprocess.Popen(
         [sys.executable, "-m", "torchrl_ext.record._cuda_ipc_probe"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    rest = "transport=host works without it"
-    try:
-        _, errors = process.communicate(timeout=_IPC_SECONDS)
-    except subprocess.TimeoutExpired:
-        # With its child, which holds the pipe open.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return Fact("CUDA IPC", "NOTE", f"no answer within {_IPC_SECONDS:.0f} s; {rest}")
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=_IPC_SECONDS)
+        except subprocess.TimeoutExpired:
+            return Fact("CUDA IPC", "NOTE", f"no answer within {_IPC_SECONDS:.0f} s; {rest}")
+        finally:
+            # With its child, which holds the pipe open; a Ctrl-C reaches neither of them.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return Fact("CUDA IPC", "OK", "memory of cuda:0 went through two processes")
     # torch ends its messages with advice.

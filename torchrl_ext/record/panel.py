@@ -165,7 +165,7 @@ class Panel:
     def say(self, text: str) -> None:
         """Writes lines above the frame, or plain lines; control characters become spaces.
 
-        Before :meth:`start` lines are kept for it, after :meth:`stop` they are written as they are.
+        Before :meth:`start` lines are kept for it, after :meth:`stop` they are written at once.
         """
         if self._painter is None:
             self._board.say(text)

@@ -22,7 +22,7 @@ def learning_rows(state: PanelState, width: int, height: int) -> list[Row]:
     names = sorted(state.curves, key=lambda series: not series.endswith("return"))
     curves = {series: state.curves[series] for series in names if state.curves[series]}
     if not curves:
-        return [rule("Learning", width, state.style), [(" no point of a curve yet", PLAIN)]]
+        return [rule("Learning", width, state.style), [(" no point of a curve yet", PLAIN)]][:height]
     until = max(points[-1][0] for points in curves.values())
     # A title and one row at least; one line is left for the axis.
     fit = max(0, (height - 1) // 2)
@@ -35,7 +35,7 @@ def learning_rows(state: PanelState, width: int, height: int) -> list[Row]:
     rows.append([(" " * _GUTTER + "0" + end.rjust(max(0, width - _GUTTER - 2)), LABEL)])
     if hidden := len(curves) - len(shown):
         rows.append([(f" and {hidden} more series", PLAIN)])
-    return rows
+    return rows[:height]
 
 
 def _curve(

@@ -73,7 +73,7 @@ def clock(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """Returns a number in at most seven characters, such as ``12.3M``."""
+    """Returns a number in few characters, such as ``12.3M``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 10 * size:
             return f"{value / size:.1f}{unit}"

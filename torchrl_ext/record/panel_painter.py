@@ -36,7 +36,7 @@ class PanelPainter:
         stream (TextIO): of plain lines.
 
     Keyword Args:
-        terminal (Terminal, optional): of frames; closed by :meth:`stop`.
+        terminal (Terminal, optional): of frames; closed by :meth:`stop`, and where no thread can be started.
         sampler (callable, optional): returns a :class:`~torchrl_ext.record.system_metrics.SystemSample`.
         print_every (float): seconds between plain lines.
         draw_every (float): seconds between frames.
@@ -61,10 +61,16 @@ class PanelPainter:
         self._thread = threading.Thread(target=self._run, name="panel", daemon=True)
         if terminal is None:
             self.write_plain(board.take_unsaid())
-        self._thread.start()
-        if terminal is not None and sampler is not None:
-            # A driver may hang: nobody waits for this one, neither keys nor the end of the run.
-            threading.Thread(target=self._sample, name="panel-sampler", daemon=True).start()
+        try:
+            if terminal is not None and sampler is not None:
+                # A driver may hang: nobody waits for this one, neither keys nor the end of the run.
+                threading.Thread(target=self._sample, name="panel-sampler", daemon=True).start()
+            self._thread.start()
+        except BaseException:  # without threads nobody else would put the terminal back
+            self._stopping.set()
+            self._leave()
+            self._close_pipe()
+            raise
 
     def wake(self) -> None:
         """Has the thread look at the board now; nothing once it ended."""
@@ -90,7 +96,11 @@ class PanelPainter:
         self.wake()
         self._thread.join(_JOIN_TIMEOUT)
         self._leave()
-        if not self._thread.is_alive() and self._wake_reader >= 0:
+        if not self._thread.is_alive():
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self._wake_reader >= 0:
             os.close(self._wake_writer)
             os.close(self._wake_reader)
             self._wake_reader = -1

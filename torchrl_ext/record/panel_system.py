@@ -26,9 +26,10 @@ def mean_of(values: Sequence[Any]) -> float | None:
 def system_rows(state: PanelState, width: int, height: int) -> list[Row]:
     """Returns at most ``height`` lines; the GPUs come first in need of room, the bars take what is left."""
     if state.system is None:
-        return [rule("CPU", width, state.style), [(f" {clean(state.system_error) or 'measuring'}", PLAIN)]]
-    gpus = _gpu_rows(state.system.gpus, width, state.style)
-    rows = _cpu_rows(state.system.cpu, width, max(0, height - len(gpus)), state.style) + gpus
+        return [rule("CPU", width, state.style), [(f" {clean(state.system_error) or 'measuring'}", PLAIN)]][:height]
+    gpus = _gpu_rows(state.system.gpus, width, state.style)[:height]
+    left = height - len(gpus)
+    rows = _cpu_rows(state.system.cpu, width, left, state.style)[:left] + gpus
     if state.system_error and len(rows) < height:
         rows.append([(f" {clean(state.system_error)}", PLAIN)])
     return rows

@@ -54,9 +54,13 @@ class Terminal:
         self._output = output
         self._saved: dict[int, int] = {}
         self._modes: tuple[int, list[Any]] | None = None
-        self._redirect()
-        self._take_keys()
         self._drew = False
+        try:
+            self._redirect()
+            self._take_keys()
+        except BaseException:  # nobody has the object to close it
+            self.close()
+            raise
 
     @property
     def size(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ def timing_rows(state: PanelState, width: int, height: int) -> list[Row]:
     wanted = {title: stages for title, stages in groups.items() if stages}
     for left, (title, stages) in zip(range(len(wanted), 0, -1), wanted.items(), strict=True):
         rows += _group(title, stages, width, (height - len(rows)) // left, state.style)
-    return rows or [rule("Timing", width, state.style), [(" no stage was timed yet", PLAIN)]]
+    return (rows or [rule("Timing", width, state.style), [(" no stage was timed yet", PLAIN)]])[:height]
 
 
 def _group(title: str, stages: Mapping[str, float], width: int, height: int, style: str) -> list[Row]:

@@ -137,8 +137,10 @@ def draw_spectrum(
 
 
 def _label(names: Sequence[str], pitch: int) -> str:
-    """Every bar is labelled where the ids fit, else one in 2, 4, 8, ..."""
+    """Every bar is labelled where the ids fit, else one in 2, 4, 8, ...; one that would pass the right wall is none."""
     longest, step = max(map(len, names)), 1
     while step * pitch < longest + 1 and step < len(names):
         step *= 2
-    return "".join(name.ljust(step * pitch) for name in names[::step])[: len(names) * pitch + 1]
+    room = len(names) * pitch + 1
+    label = "".join(name.ljust(step * pitch) for name in names[::step]).rstrip()
+    return label if len(label) <= room else label.rpartition(" ")[0].rstrip()
