@@ -50,6 +50,14 @@ def make_layout() -> RowLayout:
     )
 
 
+class SettledProducer(CudaIpcProducer):
+    """Waits for the device in every publication, so that it is as immediate as on the host; nobody but a test would."""
+
+    def publish(self, **ends: Any) -> None:
+        super().publish(**ends)
+        torch.cuda.synchronize()
+
+
 class SettledConsumer(CudaIpcConsumer):
     """Waits for the device in every commit, as nobody but a test would."""
 
@@ -66,7 +74,7 @@ def make_host(capacity: int = 4, num_streams: int = 2, **options: Any) -> tuple[
 
 def make_ipc(capacity: int = 4, num_streams: int = 2, **options: Any) -> tuple[Any, Any, Any]:
     ring = CudaIpcRing(make_layout(), capacity, num_streams, device="cuda", tails=True, **options)
-    return ring, CudaIpcProducer(ring), SettledConsumer(ring)
+    return ring, SettledProducer(ring), SettledConsumer(ring)
 
 
 @pytest.fixture(params=["host", pytest.param("ipc", marks=pytest.mark.gpu)])
