@@ -26,7 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.data import Bounded, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
-from torchrl.envs import EnvBase, InitTracker, ParallelEnv, SerialEnv, TensorDictPrimer, TransformedEnv
+from torchrl.envs import EnvBase, InitTracker, ParallelEnv, SerialEnv, StepCounter, TensorDictPrimer, TransformedEnv
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
@@ -331,6 +331,7 @@ class TestBatches:
         for stages in thousand.timings:
             assert {"policy", "env", "push", "wait", "weights"} <= set(stages)
             assert 0.0 < stages["env"] < 1.0 and 0.0 < stages["policy"] < 1.0 and 0.0 < stages["push"] < 1.0
+            assert "env/pool" not in stages, "nobody told it"
 
 
 # ---------------------------------------------------------------------- EnvPool
@@ -338,6 +339,10 @@ class TestBatches:
 
 def make_pool(num_envs: int) -> EnvBase:
     return EnvPoolEnv("Pendulum-v1", num_envs=num_envs, num_threads=1, max_episode_steps=7)
+
+
+def make_counted_pool(num_envs: int) -> EnvBase:
+    return TransformedEnv(make_pool(num_envs), StepCounter())
 
 
 def pool_policy() -> TensorDictModule:
@@ -394,6 +399,16 @@ class TestEnvPool:
             collector.shutdown()
         assert len(torch.unique(rows["observation"].reshape(-1, 3), dim=0)) == 60
         torch.testing.assert_close(rows["action"], policy(rows.select("observation"))["action"])
+
+    def test_time_of_the_pool_itself_is_told_under_transforms_too(self):
+        collector = RingCollector(make_counted_pool, pool_policy(), num_streams=3, frames_per_batch=30, total_frames=30)
+        try:
+            with within(DEADLINE, "collecting from a transformed pool"):
+                collector.next()
+            stages = collector.collected.timings()[0]
+        finally:
+            collector.shutdown()
+        assert 0.0 < stages["env/pool"] < stages["env"]
 
     def test_policy_on_a_device_brings_back_what_it_writes_and_nothing_else(self):
         env, module = make_pool(3), pool_policy()

@@ -96,9 +96,8 @@ class RingFeed:
             keep (bool): goes on with the mean of the lag. Defaults to ``False``.
         """
         stages = self._ring.collected.timings()
-        values = {
-            f"collector/{name}_ms": 1e3 * sum(stage[name] for stage in stages) / len(stages) for name in stages[0]
-        }
+        known = [name for name in stages[0] if all(name in stage for stage in stages)]
+        values = {f"collector/{name}_ms": 1e3 * sum(stage[name] for stage in stages) / len(stages) for name in known}
         fill = self._ring.fill
         values["collector/ring_fill"] = sum(fill) / len(fill)
         if self._lag_rows:

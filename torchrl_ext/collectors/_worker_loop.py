@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_ext.collectors._board import Board, Counter
 from torchrl_ext.collectors._row_plan import IS_INIT, POLICY_VERSION, TRAJ_IDS
@@ -84,7 +84,10 @@ class WorkerLoop:
         self._commands = 0  # obeyed; the parent counts those of each process anew, and may be ahead already
         self._random_left = options.random_steps
         self._begins = True
-        self._stage_seconds = env.stage_seconds if isinstance(env, EnvPoolEnv) else {}
+        base = env
+        while isinstance(base, TransformedEnv):
+            base = base.base_env
+        self._stage_seconds = base.stage_seconds if isinstance(base, EnvPoolEnv) else {}
         self._seed(options.seed, options.epoch, options.static_seed)
 
     def run(self) -> None:
