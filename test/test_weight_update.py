@@ -22,6 +22,7 @@ from torchrl_ext.modules import EmpiricalNormalization
 from torchrl_ext.testing import CountingEnv
 from torchrl_ext.weight_update import SeqlockWeightSyncScheme, WeightLayout
 from torchrl_ext.weight_update import _sending as sending
+from torchrl_ext.weight_update._channel import ANSWERED
 
 DEADLINE = 60.0
 
@@ -601,6 +602,18 @@ class TestSendingEnd:
             seen.append(self.read())
         arrived = [number for number in seen if number is not None]
         assert len(arrived) > 5 and arrived == sorted(arrived)
+
+    def test_sender_that_always_has_a_copy_under_way_still_hands_over_its_device_memory(self, end):
+        number, last = self.channel.ask(self.cursors, "GPU-1"), None
+        for value in range(1, 10):
+            copy = FakeCopy(value, self.NBYTES)
+            end.send(copy)
+            if self.cursors[ANSWERED] == number:
+                self.cursors[sending.OPENED] = number
+            if last is not None:
+                last.done = True
+            last = copy
+        assert end.on_device
 
     def test_weights_in_host_memory_replace_what_is_on_its_way(self, end):
         copy = FakeCopy(1, self.NBYTES)

@@ -113,16 +113,18 @@ class SendingEnd:
             self._start(snapshot)
 
     def poll(self) -> None:
-        """Shows what is complete, starts what waits, and answers the worker; never waits."""
+        """Shows what is complete, answers the worker, and starts what waits; never waits."""
         if self._copying is not None and self._copying.on_host()[1].query():
             self._host.publish(self._copying.on_host()[0])
             self._copying = None
         busy = self._busy()  # shows what is complete in device memory
+        if self._transport != "host" and not busy:
+            # Before the next copy: a sender that is always ahead of its device has one under way at any other time.
+            self._shake_hands()
+            busy = self._busy()
         if self._waiting is not None and not busy:
             waiting, self._waiting = self._waiting, None
             self._start(waiting)
-        if self._transport != "host":
-            self._shake_hands()
 
     def close(self) -> None:
         """Gives up the device memory: the worker has ended, or reads no more."""
@@ -149,10 +151,10 @@ class SendingEnd:
 
     def _shake_hands(self) -> None:
         asked = self._cursors[ASKED]
-        if asked != self._asked and self.idle:
+        if asked != self._asked:
             self._asked = asked
             self._answer(asked)
-        elif self._offered and abs(self._cursors[OPENED]) == self._offered and self.idle:
+        elif self._offered and abs(self._cursors[OPENED]) == self._offered:
             self._settle(self._cursors[OPENED] > 0)
 
     def _answer(self, asked: int) -> None:
