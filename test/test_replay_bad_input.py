@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _reference import flat_rows, state_bytes
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from torchrl_ext.data import (
     PackedRun,
@@ -711,3 +711,39 @@ class TestRefusedCheckpoints:
         for side in (buffer, fresh):
             side.set_rng(torch.Generator().manual_seed(3))
         assert flat_rows(fresh.sample()) == flat_rows(buffer.sample())
+
+
+class TestDataThatIsNoTensor:
+    """Contract: it is a key like any other, which the layout never has."""
+
+    @staticmethod
+    def named(run: TensorDict) -> TensorDict:
+        return run.set(("info", "task"), NonTensorData("walk", batch_size=run.batch_size))
+
+    @pytest.mark.parametrize("call", ["extend_batch", "extend"])
+    def test_it_is_refused(self, call):
+        buffer = make_buffer()
+        run = self.named(make_run(1, first=7))
+        run = run if call == "extend_batch" else run.transpose(0, 1)
+        refused(
+            lambda: getattr(buffer, call)(run), buffer.storage.state_dict, KeyError, r"\('info', 'task'\)", UNCHANGED
+        )
+
+    def test_it_gives_no_layout(self):
+        with pytest.raises(TypeError, match=r"key \('info', 'task'\) must be a tensor, got NonTensorData"):
+            RowLayout.from_tensordict(self.named(make_run()))
+        with pytest.raises(TypeError, match="must be a tensor"):
+            SlotStorage(CAPACITY, STREAMS).extend_batch(self.named(make_run()))
+
+    def test_it_is_dropped_where_that_is_asked_for(self):
+        storage = SlotStorage(CAPACITY, STREAMS, extra="drop")
+        for first in (0, 2):
+            storage.extend_batch(self.named(make_run(2, first=first)))
+        assert len(storage) == 4 * STREAMS and ("info", "task") not in storage.layout.by_key
+
+    def test_it_cannot_stand_for_a_field(self):
+        buffer, run = make_buffer(), make_run(1, first=7)
+        run["action"] = NonTensorData("left", batch_size=run.batch_size)
+        refused(
+            lambda: buffer.extend_batch(run), buffer.storage.state_dict, (TypeError, ValueError), "'action'", UNCHANGED
+        )

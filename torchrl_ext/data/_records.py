@@ -13,8 +13,7 @@ from tensordict import TensorDictBase
 from torchrl_ext.data._device_write import write_run_on_device
 from torchrl_ext.data._routed_device import write_records_on_device
 from torchrl_ext.data._routed_write import write_records
-from torchrl_ext.data._slot_write import write_run
-from torchrl_ext.data.layout import RowLayout
+from torchrl_ext.data._slot_write import layout_of, write_run
 from torchrl_ext.data.packing import Run, check_run
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def extend_records(storage: SlotStorage, records: TensorDictBase, streams: torch
         )
     streams = check_streams(where, streams, records.shape, storage.num_streams)
     block = storage._block
-    layout = block.layout if block is not None else _infer(storage, records)
+    layout = block.layout if block is not None else layout_of(storage, records)
     checked = check_run(layout, records, where=where, extra=storage.extra, records=True)
     if block is None:
         block = storage._allocate(layout)
@@ -100,7 +99,3 @@ def _write_run(storage: SlotStorage, run: Run, *, time_first: bool) -> torch.Ten
     else:
         handle = write_run(storage, run, columns)
     return (handle.index if time_first else handle.index.transpose(0, 1)).flatten(0, 1)
-
-
-def _infer(storage: SlotStorage, records: TensorDictBase) -> RowLayout:
-    return RowLayout.from_tensordict(records, next_obs=storage._next_obs, next_keys=storage._next_keys)

@@ -96,7 +96,14 @@ def infer_layout(storage: SlotStorage, run: TensorDictBase | PackedRun) -> RowLa
             f"extend_batch: run must have batch size [K, {storage.num_streams}] with K >= 1, got "
             f"{list(run.batch_size)}. Nothing was written."
         )
-    return RowLayout.from_tensordict(run, next_obs=storage._next_obs, next_keys=storage._next_keys)
+    return layout_of(storage, run)
+
+
+def layout_of(storage: SlotStorage, records: TensorDictBase) -> RowLayout:
+    """Returns the layout of the first records, by what the storage was told of successors and extra keys."""
+    if storage.extra == "drop":
+        records = records.select(*records.keys(True, True))  # tensors alone
+    return RowLayout.from_tensordict(records, next_obs=storage._next_obs, next_keys=storage._next_keys)
 
 
 def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> SlotHandle:

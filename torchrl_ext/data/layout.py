@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor, unravel_key
 
 from torchrl_ext.data._row_plan import plan_row
 from torchrl_ext.data.fields import Field, as_tuple
@@ -99,9 +99,9 @@ class RowLayout:
         """
         dims = example.batch_dims if batch_dims is None else batch_dims
         leaves = {}
-        for key, leaf in example.items(True, True):
+        for key, leaf in example.items(True, True, is_leaf=is_leaf_nontensor):
             if not isinstance(leaf, torch.Tensor):
-                raise TypeError(f"RowLayout: key {key!r} must be a tensor, got {type(leaf).__name__}.")
+                raise TypeError(f"RowLayout: key {unravel_key(key)!r} must be a tensor, got {type(leaf).__name__}.")
             if not 0 <= dims <= leaf.dim():
                 raise ValueError(
                     f"RowLayout: batch_dims must be from 0 to the dims of each leaf, got {dims} and {key!r} of shape "

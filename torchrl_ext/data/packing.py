@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor, unravel_key
 
 from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR, RowLayout
@@ -119,7 +119,7 @@ def check_run(
     leaves: dict[NestedKey, torch.Tensor] = {}
     successors: dict[NestedKey, torch.Tensor] = {}
     fields = layout.by_key
-    for key, leaf in run.items(True, True):
+    for key, leaf in run.items(True, True, is_leaf=is_leaf_nontensor):
         key = unravel_key(key)
         root = successor_keys.get(key)
         field = fields.get(key if root is None else root)
@@ -130,6 +130,8 @@ def check_run(
                     "extra='drop' ignores unknown keys."
                 )
             continue
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"{where}: key {key!r} must be a tensor, got {type(leaf).__name__}. Nothing was written.")
         if records:
             leaf = leaf.unsqueeze(1)
         if leaf.dtype != field.dtype or leaf.shape != (num_steps, streams, *field.shape):
