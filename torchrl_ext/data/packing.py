@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor, unravel_key
 
+from torchrl_ext.data._row_words import row_words
 from torchrl_ext.data.fields import next_of
 from torchrl_ext.data.layout import FOLLOWED, NO_SUCCESSOR, RowLayout
 
@@ -132,6 +133,8 @@ def check_run(
             continue
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"{where}: key {key!r} must be a tensor, got {type(leaf).__name__}. Nothing was written.")
+        if leaf.requires_grad:
+            leaf = leaf.detach()  # memory of rows has no history
         if records:
             leaf = leaf.unsqueeze(1)
         if leaf.dtype != field.dtype or leaf.shape != (num_steps, streams, *field.shape):
@@ -231,7 +234,9 @@ def cuts(run: Run) -> torch.Tensor:
 
 
 def write_rows(layout: RowLayout, run: Run, rows: torch.Tensor, steps: slice) -> None:
-    """Writes the fields of some steps into packed rows ``[len(steps), N, row_bytes]``; ``final`` is left alone."""
+    """Writes the fields of some steps into packed rows ``[len(steps), N, row_bytes]``; :func:`write_marks` follows."""
+    if row_words(layout).write(rows, [run.leaves[field.key][steps] for field in layout.fields]):
+        return
     for key, view in layout.leaves(rows, layout.fields).items():
         view.copy_(run.leaves[key][steps], non_blocking=True)
 

@@ -33,6 +33,7 @@ class HostProducer(RingProducer):
     def __init__(self, ring: HostRing, *, is_alive: Callable[[], bool] | None = None) -> None:
         super().__init__(ring.shape, ring.parts, is_alive)
         self.slots = [ring.layout.view(rows).lock_() for rows in ring.parts.rows]
+        self._rows = list(ring.parts.rows)
         self._leaves = [list(ring.layout.leaves(rows, ring.layout.fields).values()) for rows in ring.parts.rows]
         self._marked: set[int] = set()
 
@@ -40,7 +41,8 @@ class HostProducer(RingProducer):
         return self._issued % self._shape.capacity
 
     def _push(self, leaves: Mapping[NestedKey, torch.Tensor | np.ndarray]) -> None:
-        self._copy_leaves(self._leaves[self._slot()], leaves)
+        slot = self._slot()
+        self._copy_leaves(self._leaves[slot], leaves, self._rows[slot])
 
     def _write(
         self,

@@ -64,7 +64,8 @@ class CudaIpcProducer(RingProducer):
     def _push(self, leaves: Mapping[NestedKey, torch.Tensor | np.ndarray]) -> None:
         on_device = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves.values())
         if not on_device:
-            self._copy_leaves(self._staged[self._issued % self._depth], leaves)
+            staged = self._issued % self._depth
+            self._copy_leaves(self._staged[staged], leaves, self._rows[staged])
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

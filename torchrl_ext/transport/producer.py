@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
 
+from torchrl_ext.data._row_words import row_words
 from torchrl_ext.transport.cursors import Cursor
 from torchrl_ext.transport.errors import RingClosed, RingPeerDied
 from torchrl_ext.transport.parts import RingParts, RingShape
@@ -35,6 +36,8 @@ class RingProducer(abc.ABC):
         self._issued = self._cursors[Cursor.ISSUED]
         self._finals = self._cursors[Cursor.FINALS_ISSUED]
         self._reserved = False
+        self._words = row_words(shape.layout)
+        self._gaps = self._words.gaps(shape.num_streams)
         self._shapes = [(field.key, (shape.num_streams, *field.shape)) for field in shape.layout.fields]
         self._name = type(self).__name__
 
@@ -105,8 +108,13 @@ class RingProducer(abc.ABC):
         self.publish(**ends)
         return True
 
-    def _copy_leaves(self, views: list[torch.Tensor], leaves: Mapping[NestedKey, torch.Tensor | np.ndarray]) -> None:
-        """Copies fields into views of a row, which are in the layout's order."""
+    def _copy_leaves(
+        self,
+        views: list[torch.Tensor],
+        leaves: Mapping[NestedKey, torch.Tensor | np.ndarray],
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Copies fields into views in the layout's order, or into the rows as a whole where that is possible."""
         sources = []
         for key, shape in self._shapes:
             value = leaves[key]
@@ -115,8 +123,10 @@ class RingProducer(abc.ABC):
                     f"{self._name}: key {key!r} must have shape {list(shape)}, got {list(value.shape)}. "
                     "Nothing was published."
                 )
-            sources.append(value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
-        torch._foreach_copy_(views, sources, non_blocking=views[0].is_cuda)
+            source = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+            sources.append(source.detach() if source.requires_grad else source)
+        if rows is None or not self._words.write(rows, sources, self._gaps):
+            torch._foreach_copy_(views, sources, non_blocking=views[0].is_cuda)
 
     def publish(
         self,
