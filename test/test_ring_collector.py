@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import psutil
@@ -31,6 +31,9 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from torchrl_ext.collectors import RingCollector
+from torchrl_ext.collectors import _collector_setup as setup
+from torchrl_ext.collectors._direct_call import direct_call
+from torchrl_ext.collectors._stream_plan import EnvFactories
 from torchrl_ext.collectors._worker_policy import WorkerPolicy
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
 from torchrl_ext.envs import EnvPoolEnv
@@ -775,6 +778,15 @@ class TestResume:
         seeds = resumed.buffer.storage["told"][resumed.old, :, 0]
         assert seeds[0] == seeds[1] >= 15 and seeds[2] == seeds[3] == seeds[0] + 2
 
+    @pytest.mark.parametrize("lacking", ["frames", "iter", "seed", "epoch", "num_streams", "steps"])
+    def test_a_state_that_lacks_a_counter_changes_nothing(self, resumed, lacking):
+        state = resumed.collector.state_dict()
+        other = {**state, "frames": 0, "steps": [0] * len(state["steps"]), "epoch": state["epoch"] + 5}
+        del other[lacking]
+        with pytest.raises(ValueError, match=f"the state must have .*'{lacking}'.* Nothing was changed"):
+            resumed.collector.load_state_dict(other)
+        assert resumed.collector.state_dict() == state
+
     def test_a_state_of_other_streams_changes_nothing(self, resumed):
         state = resumed.collector.state_dict()
         with pytest.raises(ValueError, match="the state must be of 4 streams, got 3. Nothing was changed"):
@@ -894,7 +906,7 @@ def racing() -> Iterator[SimpleNamespace]:
         collector = RingCollector(
             [lambda: Told(2, 50), lambda: Told(2, 50, first_stream=2, pace=0.02)],
             frames_per_batch=16,
-            total_frames=4 * 40,
+            total_frames=4 * 42,
             batches="any",
         )
         try:
@@ -907,7 +919,7 @@ def racing() -> Iterator[SimpleNamespace]:
             frames = collector.state_dict()["frames"]
         finally:
             collector.shutdown()
-    return SimpleNamespace(first=first, rest=rest, frames=frames)
+    return SimpleNamespace(first=first, rest=rest, frames=frames, collector=collector)
 
 
 class TestBatchesOfAny:
@@ -929,7 +941,10 @@ class TestBatchesOfAny:
             assert (mine[0]["observation"][0, :, 2] == 0).all(), f"worker {owner} delivered rows from before"
 
     def test_total_frames_is_exact(self, racing):
-        assert sum(batch.numel() for batch in [*racing.first, *racing.rest]) == racing.frames == 160
+        assert sum(batch.numel() for batch in [*racing.first, *racing.rest]) == racing.frames == 168
+
+    def test_its_length_is_the_number_of_batches(self, racing):
+        assert len(racing.collector) == len(racing.first) + len(racing.rest) == 12
 
 
 # ---------------------------------------------------------------------- policies
@@ -941,6 +956,21 @@ class Explorer(nn.Module):
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         value = 6.0 if exploration_type() == ExplorationType.DETERMINISTIC else 5.0
         return torch.full((*observation.shape[:-1], 1), value)
+
+
+class Doubled(nn.Module):
+    """Acts 5, and tells twice that."""
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        action = torch.full((*observation.shape[:-1], 1), 5.0)
+        return action, 2 * action
+
+
+class Pair(NamedTuple):
+    """What a module may return instead of a tuple."""
+
+    action: torch.Tensor
+    features: torch.Tensor
 
 
 @pytest.fixture(scope="module")
@@ -979,6 +1009,51 @@ class TestPolicy:
         actions = torch.cat(explored.batches)["action"][..., 0]
         assert (actions[:3].abs() <= 1.0).all() and len(torch.unique(actions[:3])) == 9
         assert (actions[3:] == 6.0).all(), "the exploration type, or the number of random steps"
+
+    @pytest.mark.parametrize("kind", ["pool", "any", "recurrent"])
+    def test_random_frames_have_zeros_for_what_else_the_policy_writes(self, kind):
+        policy: Any = TensorDictModule(Doubled(), ["observation"], ["action", "features"])
+        if kind == "recurrent":
+            policy = TensorDictSequential(policy, Memory(out="told"))
+        make = make_pool if kind == "pool" else sized
+        collector = RingCollector(make, policy, num_streams=3, frames_per_batch=12, init_random_frames=6)
+        try:
+            with within(DEADLINE, "collecting random frames"):
+                rows = collector.next()
+        finally:
+            collector.shutdown()
+        assert (rows["features"][:2] == 0.0).all() and (rows["features"][2:] == 10.0).all()
+        assert (rows["action"][:2].abs() <= 2.0).all() and (rows["action"][2:] == 5.0).all()
+        if kind == "recurrent":
+            assert rows["hidden"][:, 0, 0].tolist() == [0.0, 0.0, 0.0, 1.0], "random steps leave the state alone"
+
+    @pytest.mark.parametrize("kind", [dict, TensorDict, tuple, Pair, list])
+    def test_a_module_is_called_once_whatever_it_returns(self, kind):
+        calls = []
+
+        class Module(nn.Module):
+            def forward(self, observation: torch.Tensor) -> Any:
+                calls.append(observation)
+                if kind is Pair:
+                    return Pair(observation, 2 * observation)
+                if kind in (tuple, list):
+                    return kind((observation, 2 * observation))
+                return kind({"features": 2 * observation, "action": observation})
+
+        policy = TensorDictModule(Module(), ["observation"], ["action", "features"])
+        observation = TensorDict(observation=torch.ones(2, 1), batch_size=[2])
+        try:
+            wanted = policy(observation.copy())
+        except Exception:
+            wanted = None
+        calls.clear()
+        if wanted is None:
+            with pytest.raises(Exception, match=".*"):
+                direct_call(policy)(observation.copy())
+            return
+        found = direct_call(policy)(observation)
+        assert len(calls) == 1
+        assert_same(found, wanted, ["observation", "action", "features"], kind.__name__)
 
     def test_hooks_are_called_around_each_batch(self, explored):
         assert explored.calls == ["before", (2, 3)] * 3
@@ -1032,6 +1107,20 @@ class TestRecurrentPolicy:
         done = recurrent.rows["next", "done"][..., 0]
         wanted = recurrent.rows["next", "privileged", "code"][done].double()
         assert torch.equal(recurrent.episodes["metrics"], wanted) and len(wanted) == 8 + 6
+
+    def test_one_factory_for_all_workers_is_called_once_here(self):
+        calls = []
+
+        def make() -> EnvBase:
+            calls.append(1)
+            return CountingEnv(2)
+
+        factories = EnvFactories(make, 3, None)
+        factories.with_primers(Memory(), factories.example())
+        factories.count_streams(2)
+        assert len(calls) == 1 and factories.columns == [slice(0, 2), slice(2, 4), slice(4, 6)]
+        one, other = (factory() for factory in factories.factories[:2])
+        assert "hidden" in one.observation_spec.keys() and one is not other
 
     def test_two_recurrent_modules_have_a_state_each(self):
         collector = RingCollector(
@@ -1144,6 +1233,26 @@ BAD = {
     "frames_per_batch": (lambda: {"frames_per_batch": 10}, ValueError, "frames_per_batch .* 3 streams, got 10; .* 9"),
     "frames_per_batch of zero": (lambda: {"frames_per_batch": 0}, ValueError, "frames_per_batch .* got 0; .* 3"),
     "total_frames": (lambda: {"total_frames": 100}, ValueError, "total_frames .* 3 streams, got 100; .* 99"),
+    "frames_per_batch that is no whole number": (
+        lambda: {"frames_per_batch": 12.0},
+        ValueError,
+        "frames_per_batch .* 3 streams, got 12.0",
+    ),
+    "total_frames that is no whole number": (
+        lambda: {"total_frames": 1.2e6},
+        ValueError,
+        "total_frames .* got 1200000",
+    ),
+    "waiting with a replay": (
+        lambda: {"run_ahead": False, "replay_buffer": storage_of(CountingEnv(3), 3)},
+        ValueError,
+        "run_ahead=False .* replay_buffer",
+    ),
+    "batches with a replay": (
+        lambda: {"batches": "any", "replay_buffer": storage_of(CountingEnv(3), 3)},
+        ValueError,
+        "batches='any' .* replay_buffer",
+    ),
     "two policies": (
         lambda: {"policy": constant(1), "policy_factory": lambda: constant(1)},
         ValueError,
@@ -1198,6 +1307,21 @@ BAD = {
     "extra_keys": (lambda: {"extra_keys": ["logits"]}, KeyError, "extra_keys must .*logits"),
     "metric_keys": (lambda: {"metric_keys": ["height"]}, KeyError, "metric_keys must .*height"),
     "cores": (lambda: {"cores": "100000"}, ValueError, "spec must name one of the cores"),
+    "cores of the second worker": (
+        lambda: {"cores": [os.sched_getaffinity(0), {100000}], "num_workers": 2},
+        ValueError,
+        "cores must name some of .* for worker 1, got .100000.*Nothing was started",
+    ),
+    "cores of fewer workers": (
+        lambda: {"cores": [os.sched_getaffinity(0)], "num_workers": 2},
+        ValueError,
+        "cores must be one set for all or one for each of 2 workers, got 1",
+    ),
+    "cores of more workers": (
+        lambda: {"cores": [os.sched_getaffinity(0)] * 3, "num_workers": 2},
+        ValueError,
+        "cores must be .* 2 workers, got 3",
+    ),
 }
 
 
@@ -1227,6 +1351,15 @@ class TestBadInput:
             assert message.strip("\"'").split(":")[0] in ("RingCollector", "HostRing")
         assert psutil.Process().children() == children, "a process was started"
         assert len(os.listdir("/proc/self/fd")) <= descriptors, "a descriptor stays open"
+
+    def test_cuda_without_a_number_is_the_current_device_of_this_process(self, monkeypatch):
+        """As a storage's ``device="cuda"`` is; a learner of several sets its own."""
+        for name, value in (("is_available", True), ("device_count", 4), ("is_initialized", True)):
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+        assert setup.device_of("cuda") == torch.device("cuda", 2)
+        assert setup.device_of("cuda:1") == torch.device("cuda", 1)
+        assert setup.device_of("cuda", current=False) == torch.device("cuda", 0)
 
     def test_memory_is_told_in_both_numbers(self):
         message = self.refused({"ring_slots": 10**11}, MemoryError)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -25,9 +26,11 @@ from torchrl.data import Unbounded
 
 from torchrl_ext.collectors import RingCollector
 from torchrl_ext.collectors._ring_worker import RingWorker
+from torchrl_ext.collectors._worker_loop import STAGES
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage
+from torchrl_ext.envs import EnvPoolEnv
 from torchrl_ext.testing import CountingEnv
-from torchrl_ext.transport import HostConsumer
+from torchrl_ext.transport import HostConsumer, RingPeerDied
 from torchrl_ext.weight_update import SeqlockWeightSyncScheme
 
 # Environments and policies travel by value: workers need not import this module.
@@ -176,6 +179,21 @@ class TestDeath:
             assert frames(collector) == frames(collector)
         drain_to(collector, frames(collector) + 4)
 
+    def test_workers_rest_until_the_last_of_two_pauses_ends(self, replayed):
+        collector, _ = replayed
+        collector.hold_at(None)
+        one, other = collector.pause(), collector.pause()
+        one.__enter__(), other.__enter__()
+        one.__exit__(None, None, None)
+        collector.drain()
+        time.sleep(0.1)
+        assert collector.drain() == 0, "the end of the first pause ended the second one"
+        other.__exit__(None, None, None)
+        wait_until(lambda: collector.drain() > 0, "a step after both pauses")
+        with collector.pause():
+            collector.hold_at(0)  # as the other tests find it: nothing waits
+            collector.drain()
+
     def test_a_worker_that_is_not_ready_in_time_after_a_restart_is_started_once_more(self, replayed, monkeypatch):
         collector, _ = replayed
         drain_to(collector, frames(collector) + 2)
@@ -194,6 +212,25 @@ class TestDeath:
         late = collector.pids
         drain_to(collector, frames(collector) + 4)
         assert collector.pids != late, "a worker that nobody waited for went on"
+
+    def test_time_of_the_pool_is_that_of_all_lives(self):
+        collector = RingCollector(
+            partial(EnvPoolEnv, "Pendulum-v1", num_threads=1),
+            num_streams=2,
+            frames_per_batch=2,
+            replay_buffer=SlotReplayBuffer(storage=SlotStorage(1 << 10, 2)),
+            max_restarts=1,
+        )
+        try:
+            drain_to(collector, 1000)
+            seconds = collector.collected.boards[0].seconds
+            before = seconds[STAGES.index("env/pool")]
+            assert before > 0.0
+            kill(collector)
+            drain_to(collector, 1010)
+            assert seconds[STAGES.index("env/pool")] > before
+        finally:
+            collector.shutdown()
 
 
 class TestSeeding:
@@ -330,9 +367,63 @@ class TestCounters:
         finally:
             collector.shutdown()
 
+    def test_a_state_is_the_same_after_a_shutdown(self):
+        collector = RingCollector(
+            [lambda: Told(1), lambda: Told(1, first_stream=1, pace=0.02)], five(), frames_per_batch=10, batches="any"
+        )
+        try:
+            collector.next()
+            wait_until(lambda: collector.fill[1] > 0, "a step of the slow worker")
+            collector.next()
+            state = collector.state_dict()
+            assert state["frames"] == sum(state["steps"]) == 20 and set(state["versions"]) == {0, 1}
+        finally:
+            collector.shutdown()
+        assert collector.state_dict() == state
+
 
 class TestBackground:
-    """Contract: while a thread drains, weights may be sent from another one."""
+    """Contract: while a thread drains, weights may be sent from another one, which learns of an error there."""
+
+    def test_whoever_sends_weights_learns_of_a_death(self):
+        policy = five()
+        collector = RingCollector(
+            lambda: Told(2), policy, frames_per_batch=2, replay_buffer=SlotReplayBuffer(storage=SlotStorage(64, 2))
+        )
+        try:
+            collector.start()
+            kill(collector)
+            wait_until(lambda: collector._background.error is not None, "the error in the background")
+            with pytest.raises(RingPeerDied, match="collector-0.*SIGKILL"):
+                collector.update_policy_weights_(policy)
+        finally:
+            collector.shutdown()
+
+    def test_a_hook_that_does_not_return_holds_up_no_shutdown(self):
+        entered, goes_on = threading.Event(), threading.Event()
+
+        def hook(_: Any) -> None:
+            entered.set()
+            goes_on.wait(30.0)
+
+        collector = RingCollector(
+            lambda: Told(2),
+            frames_per_batch=2,
+            replay_buffer=SlotReplayBuffer(storage=SlotStorage(64, 2)),
+            post_collect_hook=hook,
+            stall_timeout=20.0,
+        )
+        pids = collector.pids
+        try:
+            collector.start()
+            assert entered.wait(20.0)
+            begun = time.monotonic()
+            collector.shutdown(timeout=0.5)
+            assert time.monotonic() - begun < 5.0
+            assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        finally:
+            goes_on.set()
+            collector.shutdown()
 
     def test_weights_are_never_sent_and_shown_at_once(self, monkeypatch):
         buffer, policy = SlotReplayBuffer(storage=SlotStorage(64, 2)), five()

@@ -180,6 +180,37 @@ class TestPolicyOnTheDevice:
         finally:
             collector.shutdown()
 
+    def test_a_factory_may_make_the_policy_on_a_device_although_it_acts_on_the_host(self):
+        collector = RingCollector(partial(make_env, 4), policy_factory=lambda: make_policy().cuda(), frames_per_batch=8)
+        try:
+            assert collector.next().device in (None, torch.device("cpu"))
+        finally:
+            collector.shutdown()
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    def test_a_captured_policy_on_another_device_acts_on_new_weights(self):
+        """case 52"""
+        policy = make_policy().to("cuda:1")
+        collector = RingCollector(
+            partial(make_env, 4),
+            policy,
+            frames_per_batch=40,
+            policy_device="cuda:1",
+            cudagraph_policy=True,
+            run_ahead=False,
+        )
+        try:
+            collector.next()
+            with torch.no_grad():
+                policy.module.weight.zero_()
+                policy.module.bias.fill_(0.5)
+            collector.update_policy_weights_(policy)
+            end = time.monotonic() + DEADLINE
+            while not (collector.next()["action"] == 0.5).all():
+                assert time.monotonic() < end, "the workers never acted on the new weights"
+        finally:
+            collector.shutdown()
+
     def test_waiting_for_an_action_leaves_the_core_to_others(self):
         """Threads of environments of other workers need it."""
 

@@ -570,8 +570,22 @@ class TestScripts:
             process.wait(5.0)
             wait_until(lambda: gone(workers), "the end of the workers", GONE_WITHIN)
 
+    # ---------------------------------------------------------------------- what stays
 
-# ---------------------------------------------------------------------- what stays
+    def test_a_forked_copy_does_not_end_the_workers(self, collectors):
+        collectors.append(RingCollector(lambda: CountingEnv(2), frames_per_batch=4))
+        collector = collectors[0]
+        collector.next()
+        copy = os.fork()
+        if not copy:
+            try:
+                collector.shutdown()
+            finally:
+                os._exit(0)
+        os.waitpid(copy, 0)
+        with within(SEEN_WITHIN, "batches after the end of the copy"):
+            for _ in range(100):
+                assert collector.next().shape == (2, 2)
 
 
 class TestResources:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ __all__ = [
 _RING_BYTES, _MOST_SLOTS, _FEWEST_SLOTS = 1 << 28, 64, 4
 
 
-def check_choices(policy: Any, policy_factory: Any, batches: str, max_restarts: int, replay_buffer: Any) -> None:
+def check_choices(
+    policy: Any, policy_factory: Any, *, batches: str, run_ahead: bool, max_restarts: int, replay_buffer: Any
+) -> None:
     """Raises for options that exclude each other."""
     if policy is not None and policy_factory is not None:
         raise ValueError("RingCollector: policy and policy_factory must not both be given. Nothing was started.")
@@ -40,6 +43,12 @@ def check_choices(policy: Any, policy_factory: Any, batches: str, max_restarts: 
         raise ValueError(f"RingCollector: batches must be 'all' or 'any', got {batches!r}. Nothing was started.")
     if max_restarts and replay_buffer is None:
         raise ValueError("RingCollector: max_restarts must come with a replay_buffer. Nothing was started.")
+    if replay_buffer is not None and (batches == "any" or not run_ahead):
+        option = "batches='any'" if batches == "any" else "run_ahead=False"
+        raise ValueError(
+            f"RingCollector: {option} must come without a replay_buffer, which is filled as rows come. Nothing was "
+            "started; hold workers back with hold_at."
+        )
 
 
 def frames_unit(widths: Sequence[int], *, whole: bool) -> int:
@@ -80,6 +89,11 @@ def options_of(value: bool | dict[str, Any]) -> dict[str, Any] | None:
 
 def check_frames(name: str, frames: int, multiple: int) -> None:
     """Raises unless frames are whole steps of all streams, naming the nearest such number."""
+    if not isinstance(frames, Integral):
+        raise ValueError(
+            f"RingCollector: {name} must be an int, a positive multiple of the {multiple} streams, got {frames}. "
+            "Nothing was started."
+        )
     if frames < 1 or frames % multiple:
         nearest = max(1, round(frames / multiple)) * multiple
         raise ValueError(
@@ -135,8 +149,15 @@ def check_memory(layout: RowLayout, capacity: int, widths: Sequence[int]) -> Non
         )
 
 
-def device_of(value: torch.device | str | None) -> torch.device | None:
+def device_of(value: torch.device | str | None, *, current: bool = True) -> torch.device | None:
     """Returns a device that exists, or None.
+
+    Args:
+        value (torch.device, optional): which.
+
+    Keyword Args:
+        current (bool, optional): whether ``"cuda"`` is this process's current device, else the first one. Defaults to
+            True.
 
     Raises:
         ValueError: when it does not.
@@ -145,7 +166,10 @@ def device_of(value: torch.device | str | None) -> torch.device | None:
         return None
     device = torch.device(value)
     if device.type == "cuda":
-        index = 0 if device.index is None else device.index
+        index = device.index
+        if index is None:
+            # Where nobody used CUDA yet nobody chose a device: asking would make a context.
+            index = torch.cuda.current_device() if current and torch.cuda.is_initialized() else 0
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             raise ValueError(
                 f"RingCollector: device {str(device)!r} must exist, got {torch.cuda.device_count()} CUDA devices. "

@@ -13,6 +13,8 @@ from torchrl_ext.collectors._delivery import Delivery
 
 __all__ = ["CollectorState"]
 
+_NEEDED = ("frames", "iter", "seed", "epoch", "num_streams", "steps")
+
 
 class CollectorState:
     """Counters and seeds, across a set seed, a saved state and a resume.
@@ -32,6 +34,7 @@ class CollectorState:
     def __init__(self, delivery: Delivery, assembly: BatchAssembly, *, level: bool) -> None:
         self._delivery, self._workers, self._credit = delivery, delivery.workers, delivery.credit
         self._assembly, self._level = assembly, level
+        self._kept: OrderedDict | None = None
 
     def set_seed(self, seed: int, static_seed: bool) -> None:
         """Begins all streams anew with a seed."""
@@ -39,26 +42,40 @@ class CollectorState:
 
     def state_dict(self) -> OrderedDict:
         """Returns the counters of what the caller got, and the seeds."""
+        if self._kept is not None:
+            return self._kept.copy()
         with self._workers.lock:
-            waiting = [self._assembly.partial_steps(worker) for worker in self._workers]
-            steps = [worker.steps - partial for worker, partial in zip(self._workers, waiting, strict=True)]
-            held = sum(worker.num_streams * partial for worker, partial in zip(self._workers, waiting, strict=True))
-            return OrderedDict(
-                frames=self._delivery.frames - held,
-                iter=self._assembly.count,
-                seed=self._workers.seed,
-                epoch=self._workers.epoch,
-                num_streams=self._workers.num_streams,
-                steps=steps,
-                versions={} if self._workers.scheme is None else self._workers.scheme.versions,
-            )
+            return self._now()
+
+    def keep(self) -> None:
+        """Keeps the state for whoever asks when the workers have gone; waits for nobody."""
+        self._kept = self._now()
+
+    def _now(self) -> OrderedDict:
+        waiting = [self._assembly.partial_steps(worker) for worker in self._workers]
+        steps = [worker.steps - partial for worker, partial in zip(self._workers, waiting, strict=True)]
+        held = sum(worker.num_streams * partial for worker, partial in zip(self._workers, waiting, strict=True))
+        return OrderedDict(
+            frames=self._delivery.frames - held,
+            iter=self._assembly.count,
+            seed=self._workers.seed,
+            epoch=self._workers.epoch,
+            num_streams=self._workers.num_streams,
+            steps=steps,
+            versions={} if self._workers.scheme is None else self._workers.scheme.versions,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on counting from a state, with seeds of a new epoch.
 
         Raises:
-            ValueError: for a state of another number of streams. Nothing was changed.
+            ValueError: for a state of another number of streams, or one that lacks a counter. Nothing was changed.
         """
+        missing = [name for name in _NEEDED if name not in state]
+        if missing:
+            raise ValueError(
+                f"RingCollector: the state must have {list(_NEEDED)}, got one without {missing}. Nothing was changed."
+            )
         workers, steps = self._workers, state["steps"]
         if state["num_streams"] != workers.num_streams:
             raise ValueError(

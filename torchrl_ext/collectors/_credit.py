@@ -36,7 +36,7 @@ class Credit:
 
     def __init__(self, workers: WorkerSet, *, total_steps: int, run_ahead: bool) -> None:
         self._workers, self._total_steps, self._run_ahead = workers, total_steps, run_ahead
-        self._started = self._paused = False
+        self._started, self._pauses = False, 0
         self._limit_frames: int | None = None
         self._asked: Mapping[int, int] = {}
 
@@ -67,10 +67,10 @@ class Credit:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Has every worker rest between two steps meanwhile; may be nested."""
+        """Has every worker rest between two steps meanwhile; several pauses may overlap."""
         workers = self._workers
         with workers.lock:
-            outer, self._paused = self._paused, True
+            self._pauses += 1
         try:
             with workers.lock:
                 self._grant()
@@ -79,7 +79,7 @@ class Credit:
             yield
         finally:
             with workers.lock:
-                self._paused = outer
+                self._pauses -= 1
                 if self._started:
                     self._grant()
 
@@ -93,7 +93,7 @@ class Credit:
             steps = min(steps, self._limit_frames // self._workers.num_streams)
         for worker in self._workers:
             own = steps
-            if self._paused:
+            if self._pauses:
                 own = worker.steps
             elif not self._run_ahead:
                 own = min(steps, self._asked.get(worker.options.index, worker.steps))

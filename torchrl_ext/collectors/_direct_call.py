@@ -46,8 +46,10 @@ def direct_call(policy: Any) -> Callable[[TensorDictBase], TensorDictBase]:
         outputs = module(*[tensordict.get(key) for key in in_keys])
         if isinstance(outputs, torch.Tensor):
             outputs = (outputs,)
-        if type(outputs) is not tuple or len(outputs) != len(out_keys):
-            return policy(tensordict)
+        elif isinstance(outputs, (dict, TensorDictBase)) and type(policy) is TensorDictModule:
+            outputs = tuple(outputs.get(key, None) for key in out_keys)
+        if not isinstance(outputs, tuple) or len(outputs) != len(out_keys) or any(value is None for value in outputs):
+            return policy(tensordict)  # knows what else there is, and what to say
         for key, value in zip(out_keys, outputs, strict=True):
             tensordict.set(key, value)
         return tensordict

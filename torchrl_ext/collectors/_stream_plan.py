@@ -146,7 +146,9 @@ class EnvFactories:
         ]
         if not primers:
             return env
-        self.factories = [partial(_primed, factory, copy.deepcopy(primers)) for factory in self.factories]
+        # One for all stays one for all: its streams need not be counted again.
+        primed = {id(factory): partial(_primed, factory, copy.deepcopy(primers)) for factory in self.factories}
+        self.factories = [primed[id(factory)] for factory in self.factories]
         return _primed(lambda: env, primers)
 
     def count_streams(self, first: int) -> None:

@@ -44,12 +44,14 @@ def collect(
         if not channel.poll(options.map_timeout):
             raise TimeoutError(f"RingCollector: the ring's handle must arrive within {options.map_timeout} s.")
         try:
+            _use_device(options.policy_device)
             ring.open(channel.recv())
             producer = CudaIpcProducer(ring)
         except Exception as error:
             channel.send(("refused", f"{type(error).__name__}: {error}"))
             return
     else:
+        _use_device(options.policy_device)
         producer = HostProducer(ring)
     env = create_env_fn()
     try:
@@ -70,6 +72,13 @@ def _spare_searches() -> None:
     # not installed. That it is not is remembered here, in a process that is the worker's alone.
     if importlib.util.find_spec("pandas") is None:
         sys.modules.setdefault("pandas", cast(ModuleType, None))
+
+
+def _use_device(device: torch.device | None) -> None:
+    # Graphs are captured, and memory is page-locked, on the current device; another one than the policy's would cost a
+    # context, too.
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _check_same(env: EnvBase, policy: Any, options: WorkerOptions, ring: HostRing | CudaIpcRing) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,9 +57,10 @@ class WorkerBlueprint:
         Raises:
             ValueError, TypeError, MemoryError: for what cannot be. Nothing was started.
         """
-        return [self._make_one(kind, index) for index in range(len(self.streams.columns))]
+        cores = _cores_of_each(self.cores, len(self.streams.columns))
+        return [self._make_one(kind, index, own) for index, own in enumerate(cores)]
 
-    def _make_one(self, kind: str, index: int) -> RingWorker:
+    def _make_one(self, kind: str, index: int, cores: Collection[int] | None) -> RingWorker:
         streams, folder = self.streams, self.output_dir
         columns, width = streams.columns[index], streams.widths[index]
         return RingWorker(
@@ -76,7 +78,7 @@ class WorkerBlueprint:
             process={
                 "output": output_path(None if folder is None else Path(folder), index),
                 "env": self.worker_env,
-                "cores": _cores_of(self.cores, index),
+                "cores": cores,
                 "num_threads": self.num_threads,
             },
         )
@@ -88,7 +90,20 @@ class WorkerBlueprint:
         return HostRing(layout, self.capacity, width)
 
 
-def _cores_of(cores: Any, index: int) -> Collection[int] | None:
-    if isinstance(cores, Sequence) and not isinstance(cores, str) and not all(isinstance(c, int) for c in cores):
-        cores = cores[index]
-    return parse_cores(cores) if isinstance(cores, str) or cores is None else cores
+def _cores_of_each(cores: Any, count: int) -> list[Collection[int] | None]:
+    """Returns the cores of each worker, None where it has all of this process."""
+    apart = isinstance(cores, Sequence) and not isinstance(cores, str) and not all(isinstance(c, int) for c in cores)
+    given, usable = list(cores) if apart else [cores] * count, os.sched_getaffinity(0)
+    if len(given) != count:
+        raise ValueError(
+            f"RingCollector: cores must be one set for all or one for each of {count} workers, got {len(given)}. "
+            "Nothing was started."
+        )
+    found = [parse_cores(own) if isinstance(own, str) else own for own in given]
+    for index, own in enumerate(found):
+        if own is not None and not usable & set(own):
+            raise ValueError(
+                f"RingCollector: cores must name some of {sorted(usable)} for worker {index}, got {sorted(own)}. "
+                "Nothing was started."
+            )
+    return found

@@ -77,6 +77,10 @@ class WorkerLoop:
             TRAJ_IDS: np.zeros(self._count, dtype=np.int64),
             POLICY_VERSION: 0,
         }
+        outputs = [key for key in plan.extra_keys if key not in _MARKS]
+        self._no_outputs = {key: torch.zeros(slots[0][key].shape, dtype=slots[0][key].dtype) for key in outputs}
+        if not env.batch_dims:
+            self._no_outputs = {key: value[0] for key, value in self._no_outputs.items()}
         self._tail = torch.zeros(self._count, plan.layout.successor_bytes, dtype=torch.uint8)
         self._tail_leaves = plan.layout.leaves(self._tail, plan.layout.prefix)
         self._returns = np.zeros(self._count)
@@ -94,7 +98,9 @@ class WorkerLoop:
         """Collects until the ring is closed."""
         clock, counters, producer = time.perf_counter, self._counters, self._producer
         block, policy, board = self._block, self._policy, self._board
-        seconds, inner = board.seconds, [name.removeprefix("env/") for name in STAGES[5:]]
+        seconds = board.seconds
+        # Those of the environment begin anew with each life, those of the board do not.
+        inner = [(place, name.removeprefix("env/"), seconds[place]) for place, name in enumerate(STAGES) if place >= 5]
         started = False
         while True:
             begun = clock()
@@ -113,6 +119,8 @@ class WorkerLoop:
             if self._random_left > 0:
                 self._random_left -= 1
                 policy.act_randomly(block.observation)
+                for key, zeros in self._no_outputs.items():
+                    block.observation.set(key, zeros)
             else:
                 if policy.act(block.observation):
                     block.restore()
@@ -131,8 +139,8 @@ class WorkerLoop:
             seconds[2] += clock() - stepped
             seconds[3] += waited - begun
             seconds[4] += received - waited
-            for place, name in enumerate(inner, 5):
-                seconds[place] = self._stage_seconds.get(name, 0.0)
+            for place, name, before in inner:
+                seconds[place] = before + self._stage_seconds.get(name, 0.0)
 
     def _publish(self, ends: Ends | None) -> None:
         options, tail = self._options, None

@@ -34,8 +34,8 @@ class WorkerPolicy:
         self._device = device if device is not None and device.type != "cpu" else None
         on_cuda = self._device is not None and self._device.type == "cuda"
         self._done = torch.cuda.Event(blocking=True) if on_cuda else None
-        if isinstance(policy, nn.Module) and device is not None:
-            policy = policy.to(device)
+        if isinstance(policy, nn.Module):
+            policy = policy.to("cpu" if device is None else device)  # a factory may have put it elsewhere
         self._policy = self._called = policy
         self._in_keys, self._out_keys = _keys_of(policy, "in_keys"), _keys_of(policy, "out_keys")
         observed = {unravel_key(key) for key in env.observation_spec.keys(True, True)}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,12 +61,13 @@ class RingCollector(BaseCollector):
     Args:
         create_env_fn (callable or sequence of callable): makes a TorchRL environment of batch size ``[n]`` or ``[]``,
             in the worker; one for each worker, or one for all. With ``num_streams`` it is called with ``num_envs=``
-            the streams of the worker. The first one is called in this process too, for its specs.
+            the streams of the worker. The first one is called in this process too, for its specs; without
+            ``num_streams`` so is each other one, for its batch size.
         policy (callable, optional): reads observations and writes ``"action"`` in place, such as a TensorDictModule.
             Workers act with copies. Defaults to random actions.
 
     Keyword Args:
-        policy_factory (callable, optional): makes the policy in each worker instead.
+        policy_factory (callable, optional): makes the policy in each worker instead, and in this process for its keys.
         frames_per_batch (int): rows of a batch, a multiple of the streams.
         total_frames (int, optional): rows in all, a multiple of the streams; exactly so many are collected. Defaults to
             -1, no end.
@@ -73,16 +75,19 @@ class RingCollector(BaseCollector):
         num_streams (int, optional): streams of all workers, split evenly. Defaults to what the factories make.
         replay_buffer (SlotReplayBuffer, optional): is filled; iteration yields None then. It needs as many streams.
         batches ("all" or "any"): whether a batch is ``[K, N]`` of all streams, or ``[K, n]`` of whichever worker has
-            one first (equal workers only). Defaults to ``"all"``.
+            one first (equal workers, and no replay, only). Defaults to ``"all"``.
         run_ahead (bool, optional): whether workers go on, as far as their rings reach, while a batch is looked at; with
-            False a batch is acted by the weights that were sent before it was asked for. Defaults to True.
-        init_random_frames (int, optional): the first rows, rounded up to a step of all streams, have random actions.
+            False, without a replay only, a batch is acted by the weights that were sent before it was asked for.
+            Defaults to True.
+        init_random_frames (int, optional): the first rows, rounded up to a step of all streams, have random actions,
+            and zeros for what else of the policy's outputs is kept.
         observation_keys (sequence of NestedKey, optional): what is kept. Defaults to all observations.
         extra_keys (sequence of NestedKey, optional): kept beside them: ``"is_init"``, ``("collector", "traj_ids")``,
             ``("collector", "policy_version")``, outputs of the policy. Defaults to ``traj_ids`` and all outputs of the
             policy in batches, to nothing in replay.
         metric_keys (sequence of NestedKey): outcomes of a step whose last value is told of each episode.
-        policy_device (torch.device, optional): where workers run the policy. Defaults to the host.
+        policy_device (torch.device, optional): where workers run the policy; ``"cuda"`` is this process's current
+            device, or the first one that ``worker_env`` lets workers see. Defaults to the host.
         storing_device (torch.device, optional): of batches. Defaults to the host.
         exploration_type (ExplorationType): in force in the workers. Defaults to ``RANDOM``.
         compile_policy, cudagraph_policy (bool or dict): as in TorchRL's collectors.
@@ -157,8 +162,17 @@ class RingCollector(BaseCollector):
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self._closed = True  # for __del__, should what follows raise
-        setup.check_choices(policy, policy_factory, batches, max_restarts, replay_buffer)
-        acting_device, storing_device = setup.device_of(policy_device), setup.device_of(storing_device)
+        setup.check_choices(
+            policy,
+            policy_factory,
+            batches=batches,
+            run_ahead=run_ahead,
+            max_restarts=max_restarts,
+            replay_buffer=replay_buffer,
+        )
+        named_here = "CUDA_VISIBLE_DEVICES" not in (worker_env or {})
+        acting_device = setup.device_of(policy_device, current=named_here)
+        storing_device = setup.device_of(storing_device)
         streams = StreamPlan(
             create_env_fn,
             policy,
@@ -172,7 +186,7 @@ class RingCollector(BaseCollector):
         )
         self.policy, self.layout, widths = streams.policy, streams.row.layout, streams.widths
         self.num_workers, self.num_streams = len(widths), streams.num_streams
-        whole = batches == "all" or replay_buffer is not None
+        whole = batches == "all"
         unit = setup.frames_unit(widths, whole=whole)
         setup.check_frames("frames_per_batch", frames_per_batch, unit)
         if total_frames != -1:
@@ -224,19 +238,18 @@ class RingCollector(BaseCollector):
         #: Episodes, stages and policy lag of what was delivered.
         self.collected: Collected = self._workers.collected
         steps = UNBOUNDED if total_frames == -1 else total_frames // self.num_streams
-        ahead = run_ahead or replay_buffer is not None
-        self._credit = Credit(self._workers, total_steps=steps, run_ahead=ahead)
+        self._credit = Credit(self._workers, total_steps=steps, run_ahead=run_ahead)
         self._delivery = Delivery(self._workers, self._credit)
         self._drain = None if replay_buffer is None else ReplayDrain(replay_buffer, self._delivery)
         self._background = DrainThread()
-        self._any, num_steps = not whole, frames_per_batch // unit
-        self._assembly = BatchAssembly(self._delivery, self.layout, num_steps=num_steps, device=target_device)
+        self._any, self._num_steps = not whole, frames_per_batch // unit
+        self._assembly = BatchAssembly(self._delivery, self.layout, num_steps=self._num_steps, device=target_device)
         self._state = CollectorState(self._delivery, self._assembly, level=whole and replay_buffer is None)
         self._boot()
 
     def _boot(self) -> None:
         self._workers.make()
-        self._closed = False
+        self._owner, self._closed = os.getpid(), False
         try:
             self._workers.boot()
         except BaseException:
@@ -252,6 +265,7 @@ class RingCollector(BaseCollector):
 
         It is the credit by which an update ratio or a warm-up is kept exactly.
         """
+        self._background.raise_error()
         self._credit.hold_at(frames)
 
     @contextlib.contextmanager
@@ -325,10 +339,16 @@ class RingCollector(BaseCollector):
         self._iteration_started = True
         yield from self.iterator()
 
+    def __len__(self) -> int:
+        if not self._any or self.total_frames == -1:
+            return super().__len__()
+        return -(self.total_frames // self.num_streams // -self._num_steps) * self.num_workers
+
     def start(self) -> None:
         """Drains into the replay from a thread of this process, for notebooks; ends with :meth:`shutdown`.
 
-        A learner that captures CUDA graphs calls :meth:`drain` itself instead.
+        What ends the thread is raised by the next call that drains, pauses, holds, sends weights, seeds or starts. A
+        learner that captures CUDA graphs calls :meth:`drain` itself instead.
         """
         if self._drain is None:
             raise RuntimeError("RingCollector: start must have a replay_buffer, got none.")
@@ -338,7 +358,8 @@ class RingCollector(BaseCollector):
     # Weights
 
     def _send_weights_scheme(self, **sending: Any) -> None:
-        with self._workers.lock:  # the thread of start() polls
+        self._background.raise_error()  # of start(), where the learner may call nothing else
+        with self._workers.lock:  # which that thread holds while it polls
             super()._send_weights_scheme(**sending)
 
     @property
@@ -354,31 +375,34 @@ class RingCollector(BaseCollector):
     # Seeds and state
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Begins all streams anew: global stream ``i`` has seed ``seed + i``, a policy draws by its worker's first one.
+        """Begins all streams anew: the block that begins with global stream ``i`` is seeded with ``seed + i``.
 
-        The same seed gives the same rows where weights do not change meanwhile. Rows that were not delivered are
-        dropped, and streams are cut.
+        That goes to ``set_seed`` of the worker's environment, and to the generators that its policy draws from. An
+        :class:`~torchrl_ext.envs.EnvPoolEnv` so gives each global stream ``i`` the seed ``seed + i``; TorchRL's batched
+        environments derive those of their further streams. The same seed gives the same rows where weights do not
+        change meanwhile. Rows that were not delivered are dropped, and streams are cut.
 
         Args:
             seed (int): of stream 0.
             static_seed (bool, optional): passed to the environments. Defaults to False.
 
         Returns:
-            int: the next seed that no stream has.
+            int: ``seed + num_streams``, the next one.
         """
         self._check_open()
         self._state.set_seed(seed, static_seed)
         return seed + self.num_streams
 
     def state_dict(self) -> OrderedDict:
-        """Returns the counters and seeds; replay, weights and optimisers are saved by their owners."""
+        """Returns the counters and seeds, after a shutdown those of then; replay, weights and optimisers are saved by
+        their owners."""
         return self._state.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting from a state; episodes begin anew with seeds of a new epoch, and streams are cut.
 
         Raises:
-            ValueError: for a state of another number of streams. Nothing was changed.
+            ValueError: for a state of another number of streams, or one that lacks a counter. Nothing was changed.
         """
         self._check_open()
         self._state.load_state_dict(state_dict)
@@ -398,15 +422,19 @@ class RingCollector(BaseCollector):
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Ends every worker, by force after ``timeout`` seconds (default 5), and frees the rings; may be called twice.
 
+        In a forked copy of the process it does nothing.
+
         Args:
-            timeout (float, optional): seconds.
+            timeout (float, optional): seconds; as many before, where the thread of :meth:`start` does not end.
             close_env, raise_on_error (bool, optional): for TorchRL's interface; workers always close their own.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:
             return
-        self._background.stop(self._workers.stall_timeout)
+        timeout = 5.0 if timeout is None else timeout
+        self._background.stop(timeout)
         self._closed = True
-        self._workers.end(5.0 if timeout is None else timeout)
+        self._state.keep()
+        self._workers.end(timeout)
         self._weight_sync_schemes = {}
 
     def __del__(self) -> None:
