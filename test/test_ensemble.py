@@ -1174,6 +1174,12 @@ class TestEnsemble:
         with pytest.raises(IndexError):
             ensemble[4]
 
+    def test_several_members_keep_the_rules_for_updates(self):
+        rules = {"visibility": "eventual", "max_pending_bytes": 1000, "when_full": "raise"}
+        part = GroupedReplayBufferEnsemble(*members_of("mixed", 3), **rules)[1:]
+        queue = part._updates
+        assert (part.visibility, queue.max_pending_bytes, queue.when_full) == tuple(rules.values())
+
     def test_empty_makes_every_handle_stale(self):
         ensemble = three_kinds()
         metadata = fill_three_kinds(ensemble)

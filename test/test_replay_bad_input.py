@@ -5,12 +5,13 @@ state is the same to the last byte before and after."""
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torchrl_ext.data import (
     SlotStorage,
     TransitionSampler,
 )
+from torchrl_ext.data._block import NEWEST
 
 FLAGS = ("done", "terminated", "truncated")
 CAPACITY, STREAMS = 5, 3
@@ -618,6 +620,24 @@ class TestRefusedCheckpoints:
         for key in tensors:
             cut = {**whole, key: whole[key].reshape(-1)[:-1]}
             refused(lambda cut=cut: buffer.storage.load_state_dict(cut), buffer.state_dict, self.LOAD_ERRORS)
+
+    DAMAGE: ClassVar = {
+        "no layout": lambda state: state["geometry"].pop("layout"),
+        "layout of nothing": lambda state: state["geometry"].update(layout=None),
+        "no final_capacity": lambda state: state["geometry"].pop("final_capacity"),
+        "capacity in words": lambda state: state["geometry"].update(capacity="six"),
+        "geometry that is a list": lambda state: state.update(geometry=[1, 2]),
+        "wider ring": lambda state: state.update(ring=state["ring"].int()),
+        "unknown state of the newest row": lambda state: state["positions"][NEWEST].fill_(7),
+    }
+
+    @pytest.mark.parametrize("damage", DAMAGE)
+    def test_state_that_is_damaged_inside_is_a_value_error(self, damage):
+        buffer = make_buffer()
+        state = copy.deepcopy(buffer.storage.state_dict())
+        self.DAMAGE[damage](state)
+        for target in (buffer.storage, SlotStorage(CAPACITY, STREAMS)):
+            refused(lambda target=target: target.load_state_dict(state), buffer.state_dict, ValueError, "must|damaged")
 
     def test_positions_that_cannot_be_are_refused(self):
         buffer = make_buffer()

@@ -341,6 +341,17 @@ class TestCase8SavedAndLoaded:
         for _ in range(5):
             assert flat_rows(new.sample()) == flat_rows(old.sample())
 
+    def test_loaded_batches_ahead_say_on_which_device_they_are(self, tmp_path):
+        old = make_buffer(6, 3, 3, batch_size=8, prefetch=2)
+        old.extend_batch(steps(0, 5, 3))
+        old.sample()
+        new = make_buffer(6, 3, 3, batch_size=8, prefetch=2)
+        old.dumps(tmp_path)
+        new.loads(tmp_path)
+        for _ in range(3):
+            sample = new.sample()
+            assert sample.device == sample["next"].device == old.sample().device == torch.device("cpu")
+
     def test_saved_buffer_holds_no_pickle(self, tmp_path):
         """No file of a save runs code when it is read."""
         buffer = make_buffer(6, 3, 3, batch_size=8, prefetch=2)

@@ -5,7 +5,9 @@ row."""
 
 from __future__ import annotations
 
+import pickle
 import time
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.multiprocessing as mp
 from tensordict import TensorDict
 
 from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.data._block import HEAD, RESERVED
 from torchrl_ext.data.positions import snapshot, undisturbed
 
 STREAMS, CAPACITY, DEADLINE = 4, 16, 60.0
@@ -104,6 +107,56 @@ def test_reopened_file_has_the_rows_and_positions(tmp_path):
 def test_file_is_readable_by_its_owner_alone(tmp_path):
     make_storage("file", tmp_path)
     assert (tmp_path / "replay").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "shared", "file"])
+class TestCopies:
+    """Contract: a pickle that is not for a process being spawned carries the rows by value, of one moment."""
+
+    @staticmethod
+    def storage(kind: str, folder) -> SlotStorage:
+        return SlotStorage(CAPACITY, STREAMS) if kind == "cpu" else make_storage(kind, folder)
+
+    def test_what_is_written_after_the_state_was_taken_is_not_in_it(self, kind, tmp_path):
+        storage = self.storage(kind, tmp_path)
+        storage.extend_batch(run(0, 3))
+        state = storage.__getstate__()  # what a pickle writes afterwards, without the lock
+        storage.extend_batch(run(3, CAPACITY))
+        copy = SlotStorage.__new__(SlotStorage)
+        copy.__setstate__(state)
+        assert copy.head.tolist() == [3] * STREAMS
+        assert copy["observation"][:3, 0, 0].tolist() == [0.0, 1.0, 2.0]
+
+    def test_storage_sent_by_a_queue_is_a_copy_and_leaves_the_sender_alone(self, kind, tmp_path):
+        """Torch moves tensors that a queue sends into shared memory."""
+        storage = self.storage(kind, tmp_path)
+        storage.extend_batch(run(0, 3))
+        copy = pickle.loads(bytes(ForkingPickler.dumps(storage)))
+        copy.extend_batch(run(3, CAPACITY))
+        assert storage.head.tolist() == [3] * STREAMS
+        assert len(storage) == 3 * STREAMS
+        assert storage["observation"][:3, 0, 0].tolist() == [0.0, 1.0, 2.0]
+        storage.extend_batch(run(3, 1))
+        assert storage["observation"][:4, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert copy.head.tolist() == [3 + CAPACITY] * STREAMS
+
+
+@pytest.mark.parametrize("form", ["records", "run"])
+def test_writes_after_a_writer_that_was_killed_end_what_it_had_reserved(tmp_path, form):
+    """Killed between reserving two steps and publishing them: what it may have torn stays dead, the rest goes on."""
+    storage = make_storage("file", tmp_path)
+    storage.extend_batch(run(0, CAPACITY))
+    storage.block.np_positions[RESERVED] += 2
+    again = SlotStorage.open(str(tmp_path / "replay"))
+    for step in range(CAPACITY, CAPACITY + 4):
+        if form == "run":
+            again.extend_batch(run(step, 1))
+        else:
+            again.extend_records(run(step, 1)[0].flip(0), torch.arange(STREAMS).flip(0))
+        torn = max(2 - (step - CAPACITY + 1), 0)
+        assert len(again) == (CAPACITY - torn) * STREAMS
+        assert int(again.live_range()[0].min()) >= 2
+    assert torch.equal(again.block.positions[RESERVED], again.block.positions[HEAD])
 
 
 def test_reader_drops_what_another_process_cut_or_emptied_meanwhile(tmp_path):

@@ -408,6 +408,31 @@ class TestRouting:
         assert_same(buffer.storage, single)
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("streams", [[2, 0, 2, 1, 1, 1], [0, 1, 2, 0, 1, 2]])
+    def test_records_on_a_device_reach_a_host_storage(self, streams):
+        buffer, single, world = make_buffer(make_storage(5, 3)), make_storage(5, 3), World(3, 5)
+        for _ in range(4):
+            data = world.records(streams)
+            index = buffer.extend(data.to("cuda"))
+            assert index.device.type == "cuda"
+            assert index.tolist() == write_one_by_one(single, data, streams)
+            assert_same(buffer.storage, single)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("wrong", [-1, 3, 2**40])
+    @pytest.mark.parametrize("filled", [True, False])
+    def test_streams_on_a_device_out_of_range_are_refused_by_a_host_storage(self, wrong, filled):
+        world, buffer = World(3), make_buffer(make_storage(5, 3))
+        if filled:
+            buffer.extend(world.records([0, 1]))
+        before = buffer.storage.write_count
+        data = world.records([2, 0, 1]).to("cuda")
+        data[KEY][1] = wrong
+        with pytest.raises(ValueError, match="stream ids must be in"):
+            buffer.extend(data)
+        assert buffer.storage.write_count == before and buffer.storage.initialized == filled
+
+    @pytest.mark.gpu
     def test_index_on_the_host_is_complete_though_the_device_is_busy(self):
         buffer, world = make_buffer(make_storage(64, 3, "cuda")), World(3, eventful=False)
         buffer.extend(world.records([2, 0, 2]))

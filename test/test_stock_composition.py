@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -16,6 +18,7 @@ from torchrl.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
+from torchrl.data.replay_buffers.sample_units import Transition
 from torchrl.envs import Compose, DoubleToFloat, RewardScaling
 
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage, SlotWriter, TransitionSampler
@@ -51,6 +54,10 @@ def assert_true_successors(sample: TensorDict) -> None:
     # A slice sampler marks the end of its windows in ``done`` and ``truncated``; ``terminated`` is the record's own.
     here, after = sample["observation"], sample["next", "observation"]
     assert torch.equal(after, torch.where(sample["next", "terminated"], -here, here + 1))
+
+
+def twice_the_reward(sample: TensorDict) -> TensorDict:
+    return sample.set(("next", "reward"), 2 * sample["next", "reward"])
 
 
 class TestStockReplayBuffer:
@@ -151,6 +158,36 @@ class TestStockReplayBuffer:
         assert torch.equal(new.storage["observation"], old.storage["observation"])
         assert torch.equal(new.storage.head, old.storage.head)
         new.extend(stream_major(6, 1))  # the stock writer's cursor came along
+
+    def test_revision_that_stock_samplers_remember_is_new_after_a_load(self):
+        """TorchRL's trajectory indices are made anew when ``_mutation_revision`` has changed, and only then."""
+        storage = SlotStorage(20, STREAMS)
+        storage.extend_batch(run(0, 3))
+        states, seen = [storage.state_dict()], {storage._mutation_revision}
+        storage.extend_batch(run(3, 1))
+        states.append(storage.state_dict())
+        seen.add(storage._mutation_revision)
+        for turn in range(4 * STREAMS):
+            storage.load_state_dict(states[turn % 2])
+            assert storage._mutation_revision not in seen
+            seen.add(storage._mutation_revision)
+
+    def test_content_is_changed_under_the_lock_of_the_storage(self):
+        storage = SlotStorage(20, STREAMS)
+        storage.extend_batch(run(0, 4))
+        changed = run(10, 1)[0].select("observation", "episode")
+
+        def change() -> None:
+            storage[2] = changed
+
+        with ThreadPoolExecutor(1) as other:
+            with storage._lock:
+                done = other.submit(change)
+                with pytest.raises(TimeoutError):
+                    done.result(0.1)
+                assert storage["observation"][2, 0].item() == 2.0
+            done.result(30.0)
+        assert storage["observation"][2, 0].item() == 10.0
 
     def test_index_generation_of_our_writer_in_a_stock_buffer_is_that_of_the_storage(self):
         buffer = ReplayBuffer(
@@ -266,3 +303,69 @@ class TestSlotReplayBufferWithStockParts:
         more["collector", "traj_ids"] = torch.zeros(2, STREAMS, dtype=torch.int64)
         buffer.extend_batch(more)
         assert ("collector", "traj_ids") not in buffer.sample().keys(True, True)
+
+    @pytest.mark.parametrize("sampler", [RandomSampler, TransitionSampler])
+    @pytest.mark.parametrize("how", ["delayed_init", "transform_factory"])
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda buffer: buffer.extend(stream_major(0, 4)),
+            lambda buffer: buffer.extend_batch(run(0, 4)),
+            lambda buffer: buffer.add(run(0, 1)[0]),
+            lambda buffer: buffer.end_streams(),
+            lambda buffer: buffer.empty(),
+            lambda buffer: buffer.set_storage(SlotStorage(9, STREAMS)),
+            lambda buffer: buffer.update_priority(torch.zeros(1, 2).long(), 1.0),
+        ],
+        ids=["extend", "extend_batch", "add", "end_streams", "empty", "set_storage", "update_priority"],
+    )
+    def test_parts_that_are_made_late_are_made_by_the_first_use(self, sampler, how, use):
+        late = {"delayed_init": True} if how == "delayed_init" else {"transform_factory": lambda: twice_the_reward}
+        buffer = SlotReplayBuffer(storage=lambda: SlotStorage(8, STREAMS), sampler=sampler, batch_size=16, **late)
+        assert not buffer.initialized
+        use(buffer)
+        assert buffer.initialized
+        buffer.extend(stream_major(0, 4))
+        sample = buffer.sample()
+        scale = 1 if how == "delayed_init" else 2
+        assert torch.equal(sample["next", "reward"], scale * (sample["observation"] % 1000))
+
+    @pytest.mark.parametrize("how", ["update_if_present", "submit_update_if_present"])
+    def test_update_of_a_buffer_whose_parts_are_made_late_is_checked(self, how):
+        buffer = SlotReplayBuffer(storage=lambda: SlotStorage(8, STREAMS), delayed_init=True)
+        with pytest.raises(KeyError, match="must be one of"):
+            getattr(buffer, how)(
+                index=torch.zeros(1, 2).long(), generation=torch.zeros(1).long(), patch={"reward": torch.zeros(1)}
+            )
+
+    def test_samples_of_a_stock_sampler_are_moved_and_made_contiguous_too(self):
+        buffer = SlotReplayBuffer(
+            storage=SlotStorage(8, STREAMS), sampler=RandomSampler(), batch_size=16, sample_device="meta"
+        )
+        buffer.extend_batch(run(0, 5))
+        sample = buffer.sample()
+        assert sample.device == torch.device("meta") and sample["observation"].is_meta
+        sample = buffer.sample(contiguous=True, device="cpu")
+        assert all(leaf.is_contiguous() and leaf.device.type == "cpu" for leaf in sample.values(True, True))
+        assert_true_successors(sample)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"collate_fn": lambda data: data}, {"sample_unit": Transition()}, {"dim_extend": 0}],
+        ids=["collate_fn", "sample_unit", "dim_extend"],
+    )
+    def test_option_that_would_be_ignored_is_refused(self, options):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            SlotReplayBuffer(storage=SlotStorage(8, STREAMS), **options)
+        SlotReplayBuffer(storage=SlotStorage(8, STREAMS), **dict.fromkeys(options))
+
+    def test_options_of_stock_sampling_serve_stock_samplers(self):
+        collate = SlotReplayBuffer(
+            storage=SlotStorage(8, STREAMS),
+            sampler=RandomSampler(),
+            batch_size=4,
+            collate_fn=lambda data: data.select("observation"),
+            sample_unit=Transition(),
+        )
+        collate.extend_batch(run(0, 5))
+        assert "next" not in collate.sample().keys()

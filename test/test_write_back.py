@@ -1179,6 +1179,23 @@ class TestOrder:
             gate.open()
             assert set(sample.result(timeout=DEADLINE)["value"].tolist()) == {-5.0}
 
+    def test_update_submitted_while_another_thread_saves_is_waited_for(self):
+        """A save waits for what was submitted before it, and must not forget what came in the meantime."""
+        buffer, held = filled(4), threading.Event()
+        with gated(buffer, lambda entry: entry == 1 or held.wait(DEADLINE)) as gate:
+            self.submit(buffer, [-1.0] * 4)
+            assert gate.entered.wait(DEADLINE)
+            saved = background(buffer.state_dict)
+            assert_waits(saved)
+            later = self.submit(buffer, [-2.0] * 4)
+            gate.open()
+            saved.result(timeout=DEADLINE)
+            sample = background(lambda: buffer.sample(64))
+            assert_waits(sample)
+            assert not later.done()
+            held.set()
+            assert set(sample.result(timeout=DEADLINE)["value"].tolist()) == {-2.0}
+
     def test_sample_after_a_submit_never_sees_half_of_it(self):
         width = 2**14
         buffer = make_buffer(256)
@@ -1228,6 +1245,35 @@ class TestOrder:
         for _ in range(2):
             assert set(buffer.sample()["value"].tolist()) == {0.0, 1.0, 2.0, 3.0}
         assert set(buffer.sample()["value"].tolist()) == {-1.0, -2.0, -3.0, -4.0}
+        buffer.shutdown()
+
+    def test_update_that_is_waited_for_is_not_seen_by_samples_that_are_being_made_ahead(self):
+        buffer = filled(4, prefetch=2, batch_size=64)
+        buffer.sample()
+        wait_until(lambda: all(made.done() for made in buffer._prefetch_queue))
+        with buffer._replay_lock:
+            buffer.sample()  # takes one and asks for another
+            taken, patch = slots(buffer, 0, 1, 2, 3), patch_values(buffer, [-1.0] * 4)
+            update = background(lambda: buffer.update_if_present(**taken, patch=patch))
+            assert_waits(update)
+        update.result(timeout=DEADLINE)
+        for _ in range(2):
+            assert set(buffer.sample()["value"].tolist()) == {0.0, 1.0, 2.0, 3.0}
+        buffer.shutdown()
+
+    def test_transform_of_a_sample_that_is_being_made_ahead_may_update(self):
+        """It must not wait for the sample that waits for it."""
+        buffer = filled(4, prefetch=2, batch_size=4)
+
+        def touch(sample: TensorDict) -> TensorDict:
+            taken = {"index": sample["index"], "generation": sample["index_generation"]}
+            buffer.update_if_present(**taken, patch={"value": torch.full((4,), -1.0)})
+            return sample
+
+        buffer.append_transform(touch)
+        for _ in range(4):
+            background(buffer.sample).result(timeout=DEADLINE)
+        assert -1.0 in column(buffer)
         buffer.shutdown()
 
     def test_nothing_applies_while_somebody_holds_the_storage(self):
@@ -1460,6 +1506,26 @@ class TestFailure:
             gate.open()
             assert set(seen.result(timeout=DEADLINE)["value"].tolist()) == {-1.0}
 
+    def test_callback_of_a_future_may_sample_while_later_updates_are_pending(self):
+        """The sample waits for the later update, which must not wait for the callback."""
+        buffer, seen = filled(4), cf.Future()
+        with gated(buffer) as gate:
+            first = self.submit(buffer, -1.0, 0, 1, 2, 3)
+            first.add_done_callback(self.sampling_callback(buffer, seen))
+            self.submit(buffer, -2.0, 0, 1, 2, 3)
+            gate.open()
+            assert set(seen.result(timeout=DEADLINE)["value"].tolist()) == {-2.0}
+        background(buffer.shutdown).result(timeout=DEADLINE)
+
+    def test_callback_of_a_future_may_shut_the_buffer_down(self):
+        buffer, ended = filled(4), cf.Future()
+        with gated(buffer) as gate:
+            self.submit(buffer, -1.0, 0).add_done_callback(lambda _: ended.set_result(buffer.shutdown()))
+            later = self.submit(buffer, -2.0, 1)
+            gate.open()
+            ended.result(timeout=DEADLINE / 4)
+        assert masks(later.result(timeout=DEADLINE)) == [UPDATED]
+
     def test_callback_of_a_dropped_update_may_sample(self):
         buffer, seen = filled(4, when_full="drop_oldest", max_pending_bytes=1), cf.Future()
         with gated(buffer) as gate:
@@ -1473,6 +1539,20 @@ class TestFailure:
             assert masks(third.result(timeout=DEADLINE).result(timeout=DEADLINE)) == [UPDATED]
             value = set(seen.result(timeout=DEADLINE)["value"].tolist())
             assert value <= {-1.0, -3.0}, "the sample did not wait for the first update"
+
+    def test_update_that_no_thread_can_be_started_for_gives_its_room_back(self, monkeypatch):
+        buffer = filled(4, max_pending_bytes=1, when_full="raise")
+
+        def submit(*_: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="start new thread"):
+            patch.setattr(cf.ThreadPoolExecutor, "submit", submit)
+            self.submit(buffer, -1.0, 0)
+        assert (buffer.stats()["updates_pending"], buffer.stats()["updates_pending_bytes"]) == (0, 0)
+        assert masks(self.submit(buffer, -2.0, 0).result(timeout=DEADLINE)) == [UPDATED]
+        assert column(buffer)[0] == -2.0
+        background(buffer.shutdown).result(timeout=DEADLINE)
 
     def test_callback_that_raises_harms_nobody(self):
         buffer = filled(4)

@@ -140,7 +140,5 @@ class EnsembleState(ReplayBufferEnsemble):
     def _load_prefetch_state(self, path: Path) -> dict[str, Any] | None:
         state = read_prefetch(path)
         if state is not None:
-            state["queue"] = tuple(
-                (batch, TensorDict(info, batch.batch_size, device=batch.device)) for batch, info in state["queue"]
-            )
+            state["queue"] = tuple((batch, TensorDict(info, batch.batch_size)) for batch, info in state["queue"])
         return state

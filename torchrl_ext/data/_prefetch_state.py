@@ -24,7 +24,8 @@ def write_prefetch(folder: Path, state: dict[str, Any]) -> None:
                 f"{type(batch).__name__} with {sorted(map(str, info))}. Sample them first, or save without prefetch."
             )
         leaves = [[unravel_key(key), leaf.clone()] for key, leaf in batch.items(True, True)]
-        queue.append({"batch_size": list(batch.batch_size), "leaves": leaves, "info": dict(info)})
+        device = None if batch.device is None else str(batch.device)
+        queue.append({"batch_size": list(batch.batch_size), "device": device, "leaves": leaves, "info": dict(info)})
     torch.save({"version": state["version"], "capacity": state["capacity"], "queue": queue}, folder / _NAME)
 
 
@@ -36,7 +37,8 @@ def read_prefetch(folder: Path) -> dict[str, Any] | None:
     try:
         state = torch.load(path, weights_only=True)
         state["queue"] = tuple(
-            (_rebuild(entry["leaves"], entry["batch_size"]), entry["info"]) for entry in state["queue"]
+            (_rebuild(entry["leaves"], entry["batch_size"], entry.get("device")), entry["info"])
+            for entry in state["queue"]
         )
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
         raise ValueError(
@@ -45,8 +47,8 @@ def read_prefetch(folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def _rebuild(leaves: list, batch_size: list[int]) -> TensorDict:
-    batch = TensorDict({}, batch_size=batch_size)
+def _rebuild(leaves: list, batch_size: list[int], device: str | None) -> TensorDict:
+    batch = TensorDict({}, batch_size=batch_size, device=device)
     for key, leaf in leaves:
         batch.set(key, leaf)
     return batch

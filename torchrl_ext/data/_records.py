@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_ext.data._device_write import write_run_on_device
-from torchrl_ext.data._routed_device import write_records_on_device
+from torchrl_ext.data._routed_device import run_on, write_records_on_device
 from torchrl_ext.data._routed_write import write_records
 from torchrl_ext.data._slot_write import layout_of, write_run
 from torchrl_ext.data.packing import Run, check_run
@@ -28,25 +28,31 @@ def extend_records(storage: SlotStorage, records: TensorDictBase, streams: torch
         raise ValueError(
             f"{where}: records must be a TensorDict of batch size [M] with M >= 1, got {found}. Nothing was written."
         )
-    streams = check_streams(where, streams, records.shape, storage.num_streams)
+    device = torch.as_tensor(streams).device
+    streams = check_streams(where, streams, records.shape, storage)
     block = storage._block
     layout = block.layout if block is not None else layout_of(storage, records)
     checked = check_run(layout, records, where=where, extra=storage.extra, records=True)
     if block is None:
         block = storage._allocate(layout)
+    if not block.on_device:
+        checked = run_on(block.device, checked)
     # Streams on a device would have to be read back to see their order.
     shape = _shape_of_run(streams.numpy(), storage.num_streams) if streams.device.type == "cpu" else None
     with storage._order:
         if shape is not None:
-            return _write_run(storage, _as_run(checked, *shape), time_first=shape[0])
+            return _write_run(storage, _as_run(checked, *shape), time_first=shape[0]).to(device)
         if block.on_device:
             return write_records_on_device(block, checked, streams)
-        return write_records(storage, checked, streams.cpu().numpy()).to(streams.device)
+        return write_records(storage, checked, streams.numpy()).to(device)
 
 
-def check_streams(where: str, streams: torch.Tensor, shape: torch.Size, num_streams: int) -> torch.Tensor:
-    """Returns stream ids as int64 of the records' shape; raises unless they are integers in range."""
-    streams = torch.as_tensor(streams)
+def check_streams(where: str, streams: torch.Tensor, shape: torch.Size, storage: SlotStorage) -> torch.Tensor:
+    """Returns stream ids as int64 of the records' shape; raises unless they are integers in range.
+
+    For a storage on the host they come back on the host.
+    """
+    streams, num_streams = torch.as_tensor(streams), storage.num_streams
     if streams.dtype.is_floating_point or streams.dtype.is_complex or streams.dtype == torch.bool:
         raise TypeError(f"{where}: stream ids must be integers, got {streams.dtype}. Nothing was written.")
     if streams.shape[: len(shape)] != shape or streams.numel() != shape.numel():
@@ -55,7 +61,9 @@ def check_streams(where: str, streams: torch.Tensor, shape: torch.Size, num_stre
             "Nothing was written."
         )
     streams = streams.reshape(shape).long()
-    # On CUDA the range would have to be read back; ids out of range go to no stream there.
+    if storage.device.type == "cpu":
+        streams = streams.cpu()  # waits for a device, as the records' own copy to the host does
+    # For a storage on a device the range would have to be read back; ids out of range go to no stream there.
     if streams.device.type == "cpu" and streams.numel():
         ids = streams.numpy()
         low, high = int(ids.min()), int(ids.max())

@@ -33,7 +33,7 @@ def write_records_on_device(block: SlotBlock, run: Run, streams: torch.Tensor) -
     given, num_streams, capacity = streams.to(block.device, non_blocking=True), block.num_streams, block.capacity
     valid = (given >= 0) & (given < num_streams)
     ids = torch.where(valid, given, 0)
-    run = _on(block.device, run)
+    run = run_on(block.device, run)
     order, rank, counts = group_rows(torch.where(valid, given, num_streams), num_streams + 1)
     counts = counts[:num_streams]
     # Records of no stream sort last, so they follow nobody and nobody follows them.
@@ -85,13 +85,14 @@ def _known_counts(block: SlotBlock, streams: torch.Tensor) -> np.ndarray | None:
     return np.bincount(streams.numpy(), minlength=block.num_streams)
 
 
-def _on(device: torch.device, run: Run) -> Run:
+def run_on(device: torch.device, run: Run) -> Run:
+    """Returns a run on a device; the host gets it complete."""
     if run.device == device:
         return run
-    leaves = {key: leaf.to(device, non_blocking=True) for key, leaf in run.leaves.items()}
+    leaves = {key: arrived(leaf, device) for key, leaf in run.leaves.items()}
     successors = run.successors
     if successors is not None:
-        successors = {key: leaf.to(device, non_blocking=True) for key, leaf in successors.items()}
+        successors = {key: arrived(leaf, device) for key, leaf in successors.items()}
     return Run(leaves, successors, run.num_steps, run.num_streams, device)
 
 

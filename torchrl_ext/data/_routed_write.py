@@ -58,7 +58,8 @@ def write_records(storage: SlotStorage, run: Run, ids: np.ndarray) -> torch.Tens
     rows = pack_rows(block.layout, run, torch.from_numpy(cut) if marks else None)
 
     block.sampleable = None
-    positions[RESERVED] += counts
+    # Not less than before: a writer that was killed may have torn what it had reserved.
+    positions[RESERVED] = np.maximum(positions[RESERVED], positions[HEAD] + counts)
     if storage.has_other_writers:
         positions[NEWEST, written] = UNKNOWN
     target = steps % block.capacity * block.num_streams + ids

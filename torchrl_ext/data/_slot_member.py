@@ -46,7 +46,7 @@ class SlotMember(Member):
         if key is not None:
             if records.get(key, None) is None:
                 raise KeyError(f"{where} needs its routing key {key!r} in the records. Nothing was written.")
-            check_streams(where, records.get(key), records.batch_size, storage.num_streams)
+            check_streams(where, records.get(key), records.batch_size, storage)
             records = records if self.stores(key) else records.exclude(key)
         run = self._as_stored(records).unsqueeze(-1)
         layout = infer_layout(storage, run) if storage.layout is None else storage.layout

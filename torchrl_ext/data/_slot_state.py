@@ -39,8 +39,10 @@ class SavedState(StockView):
             ValueError: when the state is damaged or of another layout, capacity or number of streams. Nothing changed.
         """
         with self._lock:
+            before = self._mutation_revision
             load_state(self, state_dict)
-            self._bump_mutation_revision()
+            # Heads may have gone back, and a revision must never be the one of other rows.
+            self._content_revision += 1 + max(0, before - self._mutation_revision)
 
     @classmethod
     def open(cls, filename: str, *, extra: Literal["raise", "drop"] = "raise") -> SlotStorage:
@@ -86,6 +88,10 @@ def pickled_block(storage: SlotStorage, block: SlotBlock | None) -> dict | None:
     state: dict[str, Any] = {"geometry": block.geometry(), "bytes": block.bytes}
     if get_spawning_popen() is None:
         state["kind"] = "cpu" if block.kind in ("shared", "file") else block.kind
+        if not block.on_device:
+            # Of one moment: others write before the pickle is. And a queue of torch would move the rows themselves into
+            # shared memory, away from the arrays that the books are kept in.
+            state["bytes"] = block.bytes.clone()
     elif block.kind == "file":
         state.update(bytes=None, kind="file")
     else:

@@ -127,7 +127,8 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     if watched:
         # What a reader without the lock needs: RESERVED first and HEAD last, so that it can tell a write under way
         # (RESERVED != HEAD) from one that is done, pending successors included.
-        positions[RESERVED, columns] += num_steps
+        # A writer that was killed may have reserved more than it published.
+        positions[RESERVED, columns] = np.maximum(positions[RESERVED, columns], first + num_steps)
         positions[NEWEST, columns] = UNKNOWN
     if plan.promoted is not None:
         promote(block, plan.promoted)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torchrl_ext.data._block import HEAD, RESERVED, TAIL
 from torchrl_ext.data._position_view import PositionView
 from torchrl_ext.data._row_draws import draw_index
 from torchrl_ext.data._slot_read import split_index
+from torchrl_ext.data._yielding_lock import YieldingLock
 
 if TYPE_CHECKING:
     from torchrl_ext.data.storages import SlotStorage
@@ -24,6 +26,8 @@ class StockView(PositionView):
     """The interface of :class:`torchrl.data.TensorStorage` that stock parts use, answered from positions."""
 
     _content_revision: int
+    _lock: YieldingLock
+    _order: contextlib.AbstractContextManager
 
     @property
     def supports_conditional_update(self) -> bool:
@@ -44,10 +48,12 @@ class StockView(PositionView):
         """
         if isinstance(data, list):
             raise TypeError("SlotStorage: data must be a TensorDict, got a list. Nothing was written; stack it first.")
-        if set_cursor:
-            write_by_cursor(self, cursor, data)
-        else:
-            write_content(self, cursor, data)
+        with self._lock:
+            if set_cursor:
+                write_by_cursor(self, cursor, data)
+                return
+            with self._order:
+                write_content(self, cursor, data)
             self._bump_mutation_revision()
 
     def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from torchrl_ext.data._update_callbacks import UpdateCallbacks
 from torchrl_ext.data.write_back import REJECTED, STALE, SUPERSEDED, UPDATED, WriteBackResult
 
 _COUNTED = {"applied": UPDATED, "stale": STALE, "superseded": SUPERSEDED, "version_rejected": REJECTED}
@@ -27,7 +28,7 @@ class Pending:
     """An update on its way. ``done`` ends with it and never fails, so that it can be waited for by anybody."""
 
     nbytes: int
-    future: Future[WriteBackResult] = field(default_factory=Future)
+    future: Future[WriteBackResult]
     done: Future[None] = field(default_factory=Future)
     submitted: float = field(default_factory=time.perf_counter)
     handed: bool = False
@@ -72,6 +73,7 @@ class UpdateQueue:
         self._bytes = 0
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
+        self._callbacks = UpdateCallbacks()
         self._counts = dict.fromkeys([*_COUNTED, "failed", "dropped"], 0)
         self._device_counts: dict[torch.device, torch.Tensor] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)
@@ -106,7 +108,7 @@ class UpdateQueue:
                 self._leave(oldest)
                 self._counts["dropped"] += 1
                 dropped.append(oldest)
-            closed, pending = self._closed, Pending(nbytes)
+            closed, pending = self._closed, Pending(nbytes, self._callbacks.future())
             if not closed:
                 self._pending.append(pending)
                 self._bytes += nbytes
@@ -153,7 +155,7 @@ class UpdateQueue:
             self._state.notify_all()
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchrl_ext-update")
-            self._worker.submit(self._run, pending, apply, after, ready)
+            self._worker.submit(self._work, pending, apply, after, ready)
 
     def run(
         self, pending: Pending, apply: Callable[[], WriteBackResult], after: Sequence[Future], ready: Callable[[], None]
@@ -163,6 +165,10 @@ class UpdateQueue:
             pending.handed = True
             self._state.notify_all()
         self._run(pending, apply, after, ready)
+
+    def _work(self, *update: Any) -> None:
+        self._callbacks.busy = threading.get_ident()
+        self._run(*update)
 
     def _run(
         self, pending: Pending, apply: Callable[[], WriteBackResult], after: Sequence[Future], ready: Callable[[], None]
@@ -194,8 +200,11 @@ class UpdateQueue:
         self._add(np.bincount(codes.numpy(), minlength=len(_COUNTED)).tolist())
 
     def count_result(self, result: WriteBackResult) -> None:
-        """Adds a result to the statistics; on CUDA its masks are read."""
-        self._add([result.stale_count, result.updated_count, result.superseded_count, result.version_rejected_count])
+        """Adds a result to the statistics; on CUDA its masks are read, once."""
+        masks = [result.stale, result.updated, result.superseded, result.version_rejected]
+        none = torch.zeros_like(result.updated)
+        counts = torch.stack([none if mask is None else mask for mask in masks]).flatten(1).sum(1)
+        self._add(counts.tolist())
 
     def _add(self, by_code: list[int]) -> None:
         with self._state:
@@ -239,3 +248,4 @@ class UpdateQueue:
             worker = self._worker
         if worker is not None:
             worker.shutdown(wait=True)
+        self._callbacks.close()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, TAIL, SlotBlock
+from torchrl_ext.data._block import CUT, HEAD, NEWEST, RESERVED, TAIL, SlotBlock
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.positions import newest_state
 from torchrl_ext.data.sizing import POSITION_ROWS
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchrl_ext.data.storages import SlotStorage
 
 _FORMAT = "torchrl_ext.SlotStorage/1"
+_SIZES = ("capacity", "num_streams", "final_capacity", "hole_capacity")
 _TENSORS = ("positions", "final_step", "hole_step", "ring", "side")
 
 
@@ -56,6 +57,11 @@ def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None
     geometry = state["geometry"]
     if geometry is None:
         return None
+    if not isinstance(geometry, dict) or not isinstance(geometry.get("layout"), dict):
+        reject("a geometry", "with a layout", list(geometry) if isinstance(geometry, dict) else geometry)
+    sizes = {name: geometry.get(name) for name in _SIZES}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        reject("a geometry", f"with numbers for {_SIZES}", sizes)
     layout = RowLayout.from_dict(geometry["layout"])
     for name, wanted in (("capacity", storage.capacity), ("num_streams", storage.num_streams)):
         if geometry[name] != wanted:
@@ -80,10 +86,12 @@ def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None
     positions = state["positions"]
     lived = int((positions[HEAD] - positions[TAIL]).max())
     ring = (min(lived, storage.capacity), num, layout.row_bytes)
-    if tuple(state["ring"].shape) != ring:
-        reject("ring", ring, tuple(state["ring"].shape))
+    if state["ring"].dtype != torch.uint8 or tuple(state["ring"].shape) != ring:
+        reject("ring", (torch.uint8, ring), (state["ring"].dtype, tuple(state["ring"].shape)))
     if bool((positions < 0).any()) or bool((positions[TAIL] > positions[HEAD]).any()):
         reject("positions", "with 0 <= tail <= head", positions[[HEAD, TAIL]].tolist())
+    if bool((positions[NEWEST] > CUT).any()):
+        reject("newest rows", f"in states from 0 to {CUT}", positions[NEWEST].tolist())
     return layout
 
 

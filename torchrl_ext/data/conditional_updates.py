@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers.replay_buffers.base import _maybe_delay_init
 
 from torchrl_ext.data._staging import stage
 from torchrl_ext.data._update_device import update_on_device
@@ -29,7 +30,8 @@ class ConditionalUpdates(QueuedUpdates):
     """Conditional updates of :class:`~torchrl_ext.data.SlotReplayBuffer`: TorchRL's interface, exact on every device.
 
     Roles      Any thread submits, samples and writes. One worker thread applies submitted updates to host storages; a
-               CUDA storage is updated on the caller's stream, by the calling thread.
+               CUDA storage is updated on the caller's stream, by the calling thread. Callbacks of futures may do what
+               any thread may: they never run in the worker.
     State      The queue of pending updates: their copies (at most ``max_pending_bytes``) and statistics.
     Publish    A row has all fields of a patch or none. Rows of one update appear in chunks, each under the lock of the
                storage for about half a millisecond; what died meanwhile is noticed and reported stale.
@@ -44,6 +46,7 @@ class ConditionalUpdates(QueuedUpdates):
 
     _storage: Any
 
+    @_maybe_delay_init
     def update_if_present(
         self,
         *,
@@ -111,6 +114,7 @@ class ConditionalUpdates(QueuedUpdates):
         staged.wait()  # inputs on CUDA for a host storage: the result is asked for at once
         return self._apply(self._storage, staged.update)
 
+    @_maybe_delay_init
     def submit_update_if_present(
         self,
         *,
@@ -177,6 +181,7 @@ class ConditionalUpdates(QueuedUpdates):
         self._updates.count(codes)
         return update.result(codes)
 
+    @_maybe_delay_init
     def update_priority(
         self,
         index: torch.Tensor | tuple[torch.Tensor, ...],

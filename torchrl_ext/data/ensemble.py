@@ -161,7 +161,8 @@ class GroupedReplayBufferEnsemble(EnsembleWriting):
             stock_member.check_end_streams()
         # TorchRL's method for the members of its kind alone, with the locks and queues of this ensemble.
         view = object.__new__(ReplayBufferEnsemble)
-        view.__dict__.update(self.__dict__, _rbs=tuple(member.buffer for member in stock))
+        shared = {**self.__dict__, "_synchronize_futures_locked": self._synchronize_futures_locked}
+        view.__dict__.update(shared, _rbs=tuple(member.buffer for member in stock))
         view.end_streams(**keys)
         with self._replay_lock, self._write_lock:
             for member in self._members:
@@ -186,4 +187,7 @@ class GroupedReplayBufferEnsemble(EnsembleWriting):
             num_buffer_sampled=sampler.num_buffer_sampled,
             batch_size=self._batch_size,
             transform=self._transform,
+            visibility=self.visibility,
+            max_pending_bytes=self._updates.max_pending_bytes,
+            when_full=self._updates.when_full,
         )

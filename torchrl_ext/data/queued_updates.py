@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ class QueuedUpdates(ReplayBuffer):
 
     _updates: UpdateQueue
     _pool: BatchPool
+    _sample_dependency: Any
     visibility: Literal["ordered", "eventual"]
 
     def _prepare_updates(
@@ -63,8 +64,33 @@ class QueuedUpdates(ReplayBuffer):
         self._updates = UpdateQueue(max_pending_bytes, when_full)
 
     def _wait_for_updates(self) -> None:
-        for done in _members(self._pending_update_futures):
-            done.result()
+        """Waits for updates submitted before, and for the batches that were being sampled ahead."""
+        wait(_members(self._pending_update_futures))
+        # A transform that updates while it makes such a batch would wait for itself.
+        makers = getattr(getattr(self, "_prefetch_executor", None), "_threads", ())
+        if threading.current_thread() not in makers:
+            wait(_members(self._prefetch_queue))
+
+    def _forget_ended_updates(self) -> None:
+        """Called by the owner of the entry."""
+        waiting = self._pending_update_futures
+        while waiting and waiting[0].done():
+            waiting.popleft()
+
+    def _synchronize_futures_locked(self) -> None:
+        # As TorchRL's, which would also forget the updates that were submitted while it waited.
+        ahead = tuple(self._prefetch_queue)
+        wait((*ahead, *_members(self._pending_update_futures)))
+        with self._updates.entry:
+            self._forget_ended_updates()
+            if not self._pending_update_futures:
+                self._sample_dependency = None
+        for made in ahead:
+            made.result()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Updates that were submitted in the meantime are not for the copy.
+        return {**super().__getstate__(), "_pending_update_futures": deque(), "_sample_dependency": None}
 
     def _submit(
         self,
@@ -88,23 +114,21 @@ class QueuedUpdates(ReplayBuffer):
         """
         ahead = _members(self._prefetch_queue)
         pending = self._updates.reserve(update.nbytes)
+        waiting = self._pending_update_futures
         try:
             staged = stage(update, device, self._pool, donate=donate)
+            if at_once:
+                self._updates.run(pending, lambda: apply(staged.update), ahead, staged.wait)
+                return pending.future
+            with self._updates.entry:
+                self._forget_ended_updates()
+                self._updates.start(pending, lambda: apply(staged.update), ahead, staged.wait)
+                waiting.append(pending.done)
+                if self.visibility == "ordered":
+                    self._sample_dependency = _Barrier(_members(waiting))
         except BaseException:
             self._updates.withdraw(pending)
             raise
-        if at_once:
-            self._updates.run(pending, lambda: apply(staged.update), ahead, staged.wait)
-            return pending.future
-        waiting = self._pending_update_futures
-        with self._updates.entry:
-            with contextlib.suppress(IndexError):  # TorchRL clears it in other threads
-                while waiting[0].done():
-                    waiting.popleft()
-            self._updates.start(pending, lambda: apply(staged.update), ahead, staged.wait)
-            waiting.append(pending.done)
-            if self.visibility == "ordered":
-                self._sample_dependency = _Barrier(_members(waiting))
         return pending.future
 
     def stats(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torchrl.data.replay_buffers.replay_buffers.base import _maybe_delay_init
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
@@ -63,6 +64,8 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
 
     Raises:
         TypeError: when the storage or the writer is of another kind.
+        ValueError: for options of TorchRL that nothing here would follow: a ``dim_extend`` other than 1, and
+            ``collate_fn`` or ``sample_unit`` with a sampler that assembles its batches itself.
 
     Examples:
         >>> import torch
@@ -111,13 +114,32 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
         )
 
     def _init(self) -> None:
+        collates = self._init_collate_fn is not None
         super()._init()
+        try:
+            self._check_parts(collates)
+        except BaseException:
+            self._initialized = False
+            raise
+
+    def _check_parts(self, collates: bool) -> None:
         if not isinstance(self._storage, SlotStorage) or not isinstance(self._writer, SlotWriter):
             raise TypeError(
                 "SlotReplayBuffer: the storage must be a SlotStorage and the writer a SlotWriter, got "
                 f"{type(self._storage).__name__} and {type(self._writer).__name__}."
             )
+        if (collates or self._sample_unit is not None) and isinstance(self._sampler, SlotSampler):
+            raise ValueError(
+                "SlotReplayBuffer: collate_fn and sample_unit must go with a sampler of TorchRL, got "
+                f"{type(self._sampler).__name__}, which assembles its batches itself; use transform=."
+            )
+        if self.dim_extend != 1:
+            raise ValueError(
+                f"SlotReplayBuffer: dim_extend must be 1 (extend takes [N, T]), got {self.dim_extend}; runs with time "
+                "first go through extend_batch."
+            )
 
+    @_maybe_delay_init
     def set_storage(self, storage: Storage, collate_fn: Callable | None = None) -> Storage:
         """Sets a new storage, re-registers the writer, resets the sampler and returns the previous storage."""
         self._writer.register_storage(storage)  # rejects a storage of another kind before anything changes
@@ -137,6 +159,7 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
 
     # ------------------------------------------------------------------ writing
 
+    @_maybe_delay_init
     def extend_batch(self, run: TensorDictBase | PackedRun, *, streams: slice | None = None) -> SlotHandle:
         """Writes a time-major run ``[K, N]``; see :meth:`SlotStorage.extend_batch`.
 
@@ -148,11 +171,13 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
         with self._replay_lock, self._write_lock:
             return self._storage.extend_batch(run, streams=streams)
 
+    @_maybe_delay_init
     def end_streams(self, streams: slice | None = None) -> None:
         """Cuts streams; see :meth:`SlotStorage.end_streams`."""
         with self._replay_lock, self._write_lock:
             self._storage.end_streams(streams)
 
+    @_maybe_delay_init
     def empty(self, empty_write_count: bool = True) -> None:
         """Drops all rows, batches sampled ahead included; every old handle dies."""
         with self._futures_lock:
@@ -208,7 +233,11 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
 
     def _sample(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]]:
         if not isinstance(self._sampler, SlotSampler):
+            contiguous, device = self.contiguous, self.sample_device
             data, info = super()._sample(batch_size)
+            if is_tensor_collection(data):
+                data = data.contiguous() if contiguous else data
+                data = data if device is None else data.to(device)
             index = info["index"]
             info["index"] = torch.stack(index, -1) if isinstance(index, tuple) else index
             for key, value in info.items():

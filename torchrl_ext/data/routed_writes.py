@@ -10,6 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers.replay_buffers.base import _maybe_delay_init
 
 if TYPE_CHECKING:
     from torchrl_ext.data.handles import SlotHandle
@@ -37,6 +38,7 @@ class RoutedWrites(ReplayBuffer):
         def extend_batch(self, run: TensorDictBase, *, streams: slice | None = None) -> SlotHandle:
             """Implemented by the buffer."""
 
+    @_maybe_delay_init
     def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Writes TorchRL's stream-major data ``[N, T]`` (``[T]`` when there is one stream), or records by stream.
 
@@ -128,6 +130,7 @@ class RoutedWrites(ReplayBuffer):
         with self._replay_lock, self._write_lock:
             return self._storage.extend_records(records, ids)
 
+    @_maybe_delay_init
     def add(self, data: TensorDictBase) -> torch.Tensor:
         """Writes one step of all streams, batch size ``[N]`` (``[]`` for one stream), or one record by its stream.
 
