@@ -3,6 +3,7 @@
 """The DreamerV3 script: a whole run, latents written back, recurrent state, update ratio, resume, presets, errors."""
 
 import contextlib
+import copy
 import io
 import json
 import re
@@ -39,6 +40,14 @@ TINY = [
 NETWORKS = [f"networks.{size}" for size in ("belief=16", "categoricals=3", "classes=4", "hidden=8", "bins=15")]
 PENDULUM = ["preset=pendulum", *TINY, *NETWORKS, "total_frames=80", "learner.train_ratio=6", "log.every=20"]
 PENDULUM += ["eval.episodes=1", "eval.max_steps=5", "env.max_episode_steps=7"]
+#: A collector that has no workers.
+IDLE = SimpleNamespace(
+    load_state_dict=lambda state: None,
+    hold_at=lambda frames: None,
+    shutdown=lambda: None,
+    stats=lambda: {"frames": 0},
+    num_streams=2,
+)
 ON_CUDA = ["device=cuda", "collector.policy_device=learner", "learner.compile=false", "learner.cuda_graph=false"]
 OUTCOME = [("next", key) for key in ("observation", "reward", "done", "terminated", "truncated")]
 
@@ -469,8 +478,7 @@ class TestCollection:
 
     @pytest.mark.parametrize(("train_ratio", "ahead"), [(24, 1), (6, 1), (1.5, 4)])
     def test_workers_may_be_ahead_by_one_update_or_one_step(self, script, tmp_path, monkeypatch, train_ratio, ahead):
-        idle = SimpleNamespace(load_state_dict=lambda state: None, hold_at=lambda frames: None, shutdown=lambda: None)
-        monkeypatch.setattr(script.main.Run, "_make_collector", lambda run: idle)
+        monkeypatch.setattr(script.main.Run, "_make_collector", lambda run: IDLE)
         with contextlib.redirect_stdout(io.StringIO()):
             run = make_run(script, tmp_path, f"learner.train_ratio={train_ratio}")
         credits = []
@@ -555,10 +563,7 @@ class TestResume:
             assert "stopped by a signal" in out.getvalue() and last(tmp_path / "first")["replay"] is None
             assert first.write_backs.submitted * 12 == sum(first.write_backs.rows.values()) == 9 * 12
             # Loading needs no worker, which takes seconds to start.
-            idle = SimpleNamespace(
-                load_state_dict=lambda state: None, hold_at=lambda frames: None, shutdown=lambda: None
-            )
-            monkeypatch.setattr(script.main.Run, "_make_collector", lambda run: idle)
+            monkeypatch.setattr(script.main.Run, "_make_collector", lambda run: IDLE)
             second = make_run(script, tmp_path / "second", f"resume_from={tmp_path / 'first'}", "total_frames=8000")
             try:
                 frames = second.counters.frames
@@ -583,6 +588,35 @@ class TestResume:
         more = ["collector.learning_starts=24", f"resume_from={finished.folder}"]
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(ValueError, match=message):
             make_run(script, tmp_path, *more, override)
+
+    def test_options_are_those_of_the_command_line_and_not_those_that_were_saved(self, parts):
+        saved = parts(*PENDULUM, "learner.lr=1e-3", "learner.gamma=0.9", "learner.warmup_steps=7")
+        saved.collect(8)
+        saved.learner.update(saved.replay.sample())
+        options = ["learner.lr=5e-4", "learner.gamma=0.8", "learner.lmbda=0.5", "learner.warmup_steps=3"]
+        learner = parts(*PENDULUM, *options).learner
+        learner.load_state_dict(copy.deepcopy(saved.learner.state_dict()))
+        group = learner.optimizer.param_groups[0]
+        assert (group["lr"], group["warmup_steps"]) == (5e-4, 3) and group["step"] == 1
+        estimator = learner.stepper.loss_module.actor_loss._value_estimator
+        assert (float(estimator.gamma), float(estimator.lmbda)) == pytest.approx((0.8, 0.5))
+
+    @pytest.mark.parametrize("part", ["stepper", "optimizer", "target_updater"])
+    def test_a_learner_without_a_part_of_its_state_is_left_as_it_is(self, parts, part):
+        learner, other = parts(*PENDULUM).learner, parts(*PENDULUM).learner
+        state = copy.deepcopy(other.state_dict())
+        for value in state["loss"].values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.add_(1.0)
+        if part == "stepper":
+            del state["stepper"]
+        else:
+            del state["stepper"][part]
+        before = [value.detach().clone() for value in learner.loss.parameters()]
+        with pytest.raises((ValueError, KeyError), match=part):
+            learner.load_state_dict(state)
+        after = list(learner.loss.parameters())
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
     def test_a_checkpoint_whose_replay_is_foreign_changes_nothing(self, script, parts, finished):
         part = parts(*PENDULUM, "replay.capacity=100")
@@ -665,6 +699,8 @@ class TestErrors:
             ("networks.belief=12", "networks.belief must be a multiple of networks.blocks = 8, got 12"),
             ("replay.capacity=5", r"replay.capacity must be more than learner.seq_len \+ 1 = 5, got 5"),
             ("replay.visibility=late", "replay.visibility must be one of"),
+            ("torch_threads=0", "torch_threads must be >= 1 or null, got 0"),
+            ("total_frames=inf", "total_frames must be of type int, got inf"),
             ("replay.prefetch=-1", "replay.prefetch must be null or >= 0, got -1"),
             ("collector.num_workers=3", "collector.num_workers must be at most env.num_envs = 2, got 3"),
             ("+learner.nope=1", "the keys of learner must be among"),

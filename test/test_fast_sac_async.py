@@ -14,8 +14,29 @@ import torch
 from test_fast_sac_script import ROOT, SCRIPT, build, last, lines, script, start, train  # noqa: F401
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_ext.trainers import save_checkpoint
+
 DEADLINE = 60.0
 ASYNC = ["async=true", "collector.publish_every=4"]
+SLOW = """
+import time
+
+from torchrl_ext.testing import CountingEnv
+
+
+class Slow(CountingEnv):
+    seconds = 0.0
+
+    def _step(self, tensordict):
+        time.sleep(self.seconds)
+        return super()._step(tensordict)
+
+
+def slow(num_envs, seconds):
+    env = Slow(num_envs, [3, 4, 5, 7])
+    env.seconds = seconds
+    return env
+"""
 
 
 def workers_of(pid):
@@ -69,7 +90,7 @@ class TestGovernor:
 
     def test_workers_are_held_back_by_what_the_learner_owes(self, build):  # noqa: F811
         run = build(*ASYNC, "collector.max_ahead=2", "learner.updates_per_step=50", "collector.learning_starts=8")
-        run.source.start()
+        run.begin()
         end = time.monotonic() + DEADLINE
         while run.state.counters.frames < 80:
             assert time.monotonic() < end, "80 rows did not come in time"
@@ -140,7 +161,7 @@ class TestGate:
     def test_nothing_is_learnt_before(self, build):  # noqa: F811
         run = build(*ASYNC, "collector.learning_starts=400")
         before = [value.clone() for value in run.state.learner.loss.parameters()]
-        run.source.start()
+        run.begin()
         end = time.monotonic() + DEADLINE
         while run.state.learner.updates == 0:
             assert time.monotonic() < end, "no update came"
@@ -176,6 +197,75 @@ class TestLife:
         assert other.state.governor.updates == (400 - 12) // 2
         rows = other.state.replay.storage.get(torch.arange(199, 202))
         assert not torch.equal(rows["next", "observation"][0], rows["observation"][1]), "streams were cut"
+
+    @pytest.mark.parametrize("replay", [True, False])
+    def test_a_run_in_turns_goes_on_asynchronously_and_neither_overshoots_nor_stops(self, build, replay):  # noqa: F811
+        run, stop = build("total_frames=400"), type("Never", (), {"count": 0})()
+        run.train(stop)
+        run.save(with_replay=replay)
+        more = [f"resume_from={run.folder}", "total_frames=800", "collector.max_ahead=1", "collector.learning_starts=8"]
+        other, most = build(*ASYNC, *more, folder="b"), 0
+        whole = other.step
+
+        def step():
+            nonlocal most
+            before = other.state.counters.frames
+            made = whole()
+            most = max(most, other.state.counters.frames - before)
+            return made
+
+        other.step = step
+        other.train(stop)
+        assert other.state.counters.frames == 800 and most <= 16, "workers are at most max_ahead steps ahead"
+        assert not other.state.governor.due(800)
+
+    def test_a_start_that_was_stopped_is_gone_on_from(self, build):  # noqa: F811
+        run, stop = build(*ASYNC, "total_frames=80"), type("Never", (), {"count": 0})()
+        run.train(stop)
+        run.save(with_replay=True)
+        stopped = build(*ASYNC, f"resume_from={run.folder}", folder="b")
+        stopped.train(type("Stopped", (), {"count": 1})())
+        frames = stopped.state.counters.frames
+        assert 80 <= frames == len(stopped.state.replay), "rows that came count"
+        stopped.save(with_replay=True)
+        more = ["total_frames=160", "collector.max_ahead=1"]
+        other = build(*ASYNC, *more, f"resume_from={stopped.folder}", folder="c")
+        other.train(stop)
+        assert other.state.counters.frames == len(other.state.replay) == 160
+
+    def test_a_budget_that_is_used_up_collects_nothing(self, script, build):  # noqa: F811
+        run = build(*ASYNC, "total_frames=80")
+        assert script.run(run) == 0
+        other = build(*ASYNC, "total_frames=80", f"resume_from={run.folder}", folder="b")
+        assert script.run(other) == 0
+        assert last(other.folder)["counters"]["frames"] == last(other.folder)["source"]["frames"] == 80
+
+    def test_rows_without_a_known_successor_owe_no_update(self, build):  # noqa: F811
+        run = build(*ASYNC, "total_frames=8", "collector.learning_starts=1", "learner.updates_per_step=2")
+        end = time.monotonic() + DEADLINE
+        run.begin(lambda: False)
+        while not run.is_done():
+            assert time.monotonic() < end, "the run waits for rows that never come"
+            run.step()
+        assert run.state.counters.frames == 8 and run.state.governor.updates == 0
+
+    def test_a_signal_is_heard_while_streams_are_opened(self, tmp_path):
+        (tmp_path / "slow_factory.py").write_text(SLOW)
+        task = ["env.backend=factory", "env.task=slow_factory:slow", "env.num_envs=4", "eval.episodes=4"]
+        process = start(tmp_path / "run", *ASYNC, *task, "env.options={seconds: 40}", "log.print_every=0.2")
+        try:
+            pids = wait_for("a worker", lambda: workers_of(process.pid))
+            wait_for("the first line", lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            begun = time.monotonic()
+            out, err = process.communicate(timeout=DEADLINE)
+            assert time.monotonic() - begun < 15.0
+            assert process.returncode == 130 and b"Traceback" not in err, err.decode()
+        finally:
+            process.kill()
+        assert last(tmp_path / "run")["counters"]["frames"] == 0
+        wait_for("the end of the workers", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10.0)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_signal_writes_a_checkpoint_and_ends_the_workers(self, tmp_path, number):
@@ -262,6 +352,28 @@ class TestCheckpointUses:
         done = self.call("play.py", folder, "--episodes", "2")
         assert done.returncode == 0, done.stderr
         assert "Pendulum-v1: mean return -" in done.stdout and "over 2 episodes" in done.stdout
+
+    @pytest.mark.parametrize("damage", ["configuration", "list", "checkpoint"])
+    def test_a_damaged_run_is_refused_in_one_sentence(self, folder, script, tmp_path, damage):  # noqa: F811
+        from saved_run import load_run
+
+        (tmp_path / ".hydra").mkdir()
+        broken = {"configuration": ": [", "list": "[1]"}.get(damage)
+        config = broken or (folder / ".hydra" / "config.yaml").read_text()
+        (tmp_path / ".hydra" / "config.yaml").write_text(config)
+        save_checkpoint(tmp_path / "checkpoints" / "last.pt", {}, kind="torchrl_ext.fast_sac/1")
+        wanted = (
+            "config.yaml must be the configuration of a run" if broken else "last.pt must be the checkpoint of a run"
+        )
+        with pytest.raises(ValueError, match=wanted):
+            load_run(tmp_path)
+
+    def test_a_model_that_cannot_be_written_is_told_in_one_sentence(self, folder):
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+        done = self.call("export.py", folder, "--output", folder / "metrics.jsonl" / "policy.onnx")
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("export: ")
 
     @pytest.mark.parametrize("name", ["export.py", "play.py"])
     def test_folder_of_no_run_is_refused_in_one_sentence(self, tmp_path, name):

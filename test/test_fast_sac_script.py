@@ -195,6 +195,22 @@ class TestWarmUp:
             script.run(run)
         assert not (run.folder / "checkpoints").exists()
 
+    def test_lost_numbers_are_never_saved_over_a_good_checkpoint(self, script, build):
+        often = ["collector.learning_starts=8", "checkpoint.every=0.0001", "log.every=800000"]
+        run = build(*often, "learner.updates_per_step=1")
+        whole = run.step
+
+        def step():
+            if run.state.learner.updates == 8:
+                run.state.learner.loss.actor_parameters()[0].data.fill_(float("nan"))
+            return whole()
+
+        run.step = step
+        with pytest.raises(RuntimeError, match="must be finite"):
+            script.run(run)
+        saved = last(run.folder)["learner"]["loss"]
+        assert all(bool(torch.isfinite(value).all()) for value in parameters(saved).values())
+
     def test_steps_per_run(self, build):
         run = build("collector.steps_per_run=5", "total_frames=4000")
         for _ in range(6):
@@ -271,6 +287,55 @@ class TestResume:
         after = parameters(run.state.learner.loss.state_dict())
         assert all(torch.equal(before[key], after[key]) for key in before)
         assert len(run.state.replay) == rows and run.state.counters.frames == 8
+
+    @pytest.mark.parametrize("damage", ["no history", "no generators", "no optimizer", "no counters"])
+    def test_a_checkpoint_that_is_not_whole_changes_nothing(self, build, damage):
+        other = build(folder="other")
+        for _ in range(30):
+            other.step()
+        path = other.state.save(other.folder / "a.pt", history={}, with_replay=True)
+        state = torch.load(path, weights_only=True)
+        part, name = {
+            "no history": (state, "history"),
+            "no generators": (state["random"], "numpy"),
+            "no optimizer": (state["learner"], "actor_optimizer"),
+            "no counters": (state["counters"], "episodes"),
+        }[damage]
+        if damage == "no counters":
+            part["nope"] = 1
+        del part[name]
+        torch.save(state, path)
+        run = build()
+        run.step()
+        before = {key: value.clone() for key, value in parameters(run.state.learner.loss.state_dict()).items()}
+        with pytest.raises(
+            ValueError, match=f"resume_from: {path} must be a checkpoint of this configuration"
+        ) as caught:
+            run.state.load(path)
+        assert "\n" not in str(caught.value)
+        after = parameters(run.state.learner.loss.state_dict())
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert len(run.state.replay) == run.state.counters.frames == 8
+
+    def test_options_of_the_command_line_count(self, build):
+        run = build()
+        run.save(with_replay=True)
+        options = ["learner.gamma=0.5", "learner.target_entropy_ratio=0.25", "learner.critic_lr=0.125"]
+        learner = build(f"resume_from={run.folder}", *options, folder="b").state.learner
+        assert (float(learner.loss.gamma), float(learner.loss.target_entropy)) == (0.5, -0.25)
+        assert learner.critic_optimizer.param_groups[0]["lr"] == 0.125
+
+    def test_another_range_of_returns_is_refused(self, build):
+        run = build()
+        run.save(with_replay=True)
+        with pytest.raises(ValueError, match="atoms .* from -600 to 0, got from -10 to 0"):
+            build(f"resume_from={run.folder}", "networks.v_min=-10", folder="b")
+
+    def test_a_budget_that_is_used_up_collects_nothing(self, script, build, tmp_path):
+        folder = train(script, tmp_path / "run", "total_frames=80")
+        run = build(f"resume_from={folder}", "total_frames=80", folder="b")
+        assert script.run(run) == 0
+        assert run.state.counters.frames == len(run.state.replay) == 80
 
     def test_foreign_replay_changes_nothing(self, build):
         other = build("replay.capacity=400", folder="other")
@@ -350,6 +415,24 @@ class TestBackends:
             assert steps[:, 2].tolist() == [t % length for t in range(60)]
             assert steps[:, 1].tolist() == [t // length for t in range(60)]
 
+    def test_a_batched_factory_has_the_limit_of_steps_that_is_set(self, build, monkeypatch, tmp_path):
+        module = """
+            from torchrl_ext.testing import CountingEnv
+
+            def counting(num_envs):
+                return CountingEnv(num_envs, [30] * num_envs)
+        """
+        (tmp_path / "long_factory.py").write_text(textwrap.dedent(module))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        task = ["env.backend=factory", "env.task=long_factory:counting", "env.num_envs=2", "total_frames=80"]
+        run = build(*task, "env.max_episode_steps=4")
+        for _ in range(10):
+            run.step()
+        assert run.episodes()[1] == [4] * 4
+        stored = run.state.replay.storage.get(torch.arange(10))["next"]
+        assert stored["truncated"][..., 0].any(1).nonzero().flatten().tolist() == [3, 7]
+        assert not stored["terminated"].any()
+
     def test_unbatched_factory(self, build, monkeypatch, tmp_path):
         module = """
             from torchrl.envs import GymEnv
@@ -400,7 +483,19 @@ class TestErrors:
             (["networks.v_min=1", "networks.v_max=0"], "v_min must be below v_max"),
             (["replay.capacity=1"], "replay.capacity must be >= 2, got 1"),
             (["collector.learning_starts=100000"], "at most replay.capacity"),
-            (["total_frames=1601"], r"a multiple of num_envs \* steps_per_run = 8 \(1600 or 1608\)"),
+            (["total_frames=1601"], r"a multiple of num_envs \* steps_per_run = 8 \(1600 or 1608\), got 1601; nothing"),
+            (["total_frames=3"], r"a multiple of num_envs \* steps_per_run = 8 \(8\), got 3; nothing"),
+            (["total_frames=inf"], "total_frames must be of type int, got inf"),
+            (["torch_threads=0"], "torch_threads must be >= 1 or null, got 0"),
+            (["learner.updates_per_step=inf"], "learner.updates_per_step must be positive and finite, got inf"),
+            (["learner.betas=[0.9,2]"], r"learner.betas must be two numbers in \[0, 1\), got \[0.9, 2.0\]"),
+            (["learner.actor_lr=-1"], "learner.actor_lr must be >= 0, got -1"),
+            (["device=meta"], "device must be auto or a device of this machine, got 'meta'"),
+            (["env.backend=gym", "env.options={no_such: 1}"], "must be a task of Gymnasium that can be made.*no_such"),
+            (
+                ["env.backend=factory", "env.task=textwrap:dedent", "env.options={no_such: 1}"],
+                "env.options must be arguments of 'textwrap:dedent', got .*no_such.*nothing was started",
+            ),
             (["total_frames=null"], "total_frames or time_budget must be set"),
             (["device=tpu9"], "device must be auto or a device of this machine, got 'tpu9'"),
             (["log.backends=[wandb]"], r"log.backends\[0\] must be one of"),

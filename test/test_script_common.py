@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from test_fast_sac_async import workers_of
 from test_fast_sac_script import build, script  # noqa: F401
 from torch import nn
@@ -96,6 +100,15 @@ class TestPanelCost:
             torch.ones(()).item()
         assert reads.count == 1
 
+    def test_blocks_are_marked_on_the_learners_device_whichever_is_current(self, cuda_events, monkeypatch):
+        from common.learner_time import LearnerTime
+
+        seen = []
+        monkeypatch.setattr(cuda_events, "record", lambda event, stream=None: seen.append(stream))
+        with LearnerTime(torch.device("cuda:1")).learning():
+            pass
+        assert seen == [torch.device("cuda:1")], "the stream of another device says nothing of the updates"
+
     def test_the_host_waits_for_a_block_only_when_two_more_are_enqueued(self, cuda_events):
         from common.learner_time import LearnerTime
 
@@ -106,6 +119,32 @@ class TestPanelCost:
                 pass
             waited.append(cuda_events.waited)
         assert waited == [0, 0, 1, 2, 3]
+
+
+class TestParsing:
+    """Contract: a value of another type than its annotation is refused with a sentence that names it."""
+
+    @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1.5, True, "1"])
+    def test_what_is_no_whole_number_is_named(self, value):
+        from common.parsing import parse
+
+        @dataclass
+        class Group:
+            count: int
+
+        with pytest.raises(ValueError, match="group.count must be of type int, got .*; nothing was started"):
+            parse(Group, {"count": value}, "group.")
+
+
+class TestDevices:
+    """Contract: a device is one that computes; anything else is refused by the name of its setting."""
+
+    @pytest.mark.parametrize("name", ["meta", "cuda:99", "tpu9"])
+    def test_what_does_not_compute_is_refused(self, name):
+        from common.devices import make_device
+
+        with pytest.raises(ValueError, match=f"replay.device must be auto or a device of this machine, got '{name}'"):
+            make_device(name, "replay.device")
 
 
 class TestLearnerTime:
@@ -162,6 +201,7 @@ class Ring:
     def __init__(self) -> None:
         self.collected, self.fill, self.policy_version, self.arrived, self.sent = Collected(0), [3, 5], 0, True, 0
         self.rows: list[int] = []
+        self.frames, self.num_streams = 0, 8
         self.collected.boards = [
             SimpleNamespace(counters=[0, 2], seconds=[seconds], stages=("env",)) for seconds in (0.2, 0.4)
         ]
@@ -180,6 +220,12 @@ class Ring:
 
     def update_policy_weights_(self, policy):
         self.policy_version += 1
+
+    def stats(self):
+        return {"frames": self.frames}
+
+    def load_state_dict(self, state):
+        self.frames = state["frames"]
 
 
 class TestRingFeed:
@@ -234,6 +280,29 @@ class TestRingFeed:
         assert ring.limit == 0
         assert values == {"collector/env_ms": pytest.approx(150.0), "collector/ring_fill": 4.0}
 
+    @pytest.mark.parametrize(
+        ("state", "frames", "limit"),
+        [
+            ({}, 0, 80),  # a new run
+            ({}, 800, -720),  # workers that never saw the rows of a run in turns
+            ({"frames": 800}, 800, 80),
+            ({"frames": 808}, 800, 88),
+            ({}, 4, 80),  # never a row too few: a limit is rounded down to a step of all streams
+        ],
+    )
+    def test_credit_counts_the_rows_of_the_run_whatever_its_collector_counted(self, ring, feed, state, frames, limit):
+        feed = feed()
+        feed.load_state_dict(state, frames=frames)
+        feed.credit(80)
+        assert ring.limit == limit
+        feed.credit(None)
+        assert ring.limit is None
+
+    def test_waiting_for_the_first_rows_ends_when_it_is_asked_to(self, ring, feed):
+        asked = []
+        assert feed().begin(8, lambda: bool(asked.append(1)) or len(asked) > 2) == 0
+        assert len(asked) == 3
+
     @pytest.mark.parametrize(("setting", "device"), [("learner", "meta"), ("cpu", "cpu"), ("cuda:1", "cuda:1")])
     def test_policies_act_on_the_learners_device_or_the_one_that_is_named(self, script, setting, device):  # noqa: F811
         from common.ring_feed import ring_options
@@ -249,6 +318,63 @@ class TestRingFeed:
         )
         options = ring_options(settings, torch.device("meta"))
         assert torch.device(options["policy_device"]) == torch.device(device)
+
+
+class TestCommandLine:
+    """Contract: what ends a run before its time is one sentence and an exit code, never a traceback."""
+
+    @pytest.fixture
+    def start(self, monkeypatch):
+        from common import command_line
+
+        config = SimpleNamespace(
+            runtime=SimpleNamespace(output_dir="nowhere", choices={"preset": "test"}),
+            overrides=SimpleNamespace(task=[]),
+        )
+        monkeypatch.setattr(command_line, "HydraConfig", SimpleNamespace(get=lambda: config))
+        settings = SimpleNamespace(from_dict=lambda values: SimpleNamespace(checkpoint=SimpleNamespace(replay=True)))
+
+        def run(kind):
+            with pytest.raises(SystemExit) as caught:
+                command_line.run_configuration(OmegaConf.create({}), settings, kind)
+            return caught.value.code
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("error", "code", "said"),
+        [
+            (ValueError("a must be b,\ngot c."), 2, "test: a must be b, got c.\n"),
+            (PermissionError(13, "Permission denied", "metrics.jsonl"), 2, "test: [Errno 13] Permission denied: "),
+            (KeyboardInterrupt(), 130, "test: stopped by a signal before training; nothing was saved.\n"),
+        ],
+    )
+    def test_a_run_that_cannot_begin(self, start, capsys, error, code, said):
+        def kind(settings, folder, *, title, overrides):
+            raise error
+
+        kind.name = kind.label = "test"
+        assert start(kind) == code
+        out = capsys.readouterr().err
+        assert out.startswith(said) and out.count("\n") == 1
+
+    def test_the_third_signal_closes_and_saves_nothing_more(self, start, capsys):
+        class Kind:
+            name = label = "test"
+            closed: ClassVar[list[bool]] = []
+
+            def __init__(self, settings, folder, *, title, overrides):
+                self.settings = settings
+
+            def train(self, stop):
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGINT)
+
+            def close(self):
+                self.closed.append(True)
+
+        assert start(Kind) == 130 and Kind.closed
+        assert capsys.readouterr().err == "test: stopped at once by a third signal; nothing more was saved.\n"
 
 
 class TestFailedStart:

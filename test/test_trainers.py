@@ -2,8 +2,10 @@
 # This source code is licensed under the MIT license found in the LICENSE file in the root directory.
 """Learner, governor and checkpoints."""
 
+import contextlib
 import copy
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -22,17 +24,22 @@ from torchrl_ext.trainers import (
     save_checkpoint,
 )
 
+LOSS = ("gamma", "target_entropy", "fixed_alpha", "alpha_init")
 
-def make_learner(*, hidden=16, normalize=True, seed=0, **options):
+
+def make_learner(*, hidden=16, normalize=True, seed=0, v_min=-20.0, v_max=20.0, **options):
     torch.manual_seed(seed)
     normalizer = EmpiricalNormalization(["observation"], [3]) if normalize else None
     keys = normalizer.out_keys if normalize else ["observation"]
     actor = make_fast_sac_actor(
         Bounded(-1.0, 1.0, shape=(2,)), observation_dim=3, in_keys=keys, hidden_size=hidden, init_std=0.5
     )
-    critic = make_fast_sac_critic(observation_dim=3, action_dim=2, in_keys=keys, hidden_size=hidden, num_atoms=11)
+    critic = make_fast_sac_critic(
+        observation_dim=3, action_dim=2, in_keys=keys, hidden_size=hidden, num_atoms=11, v_min=v_min, v_max=v_max
+    )
+    loss = FastSACLoss(actor, critic, **{name: options.pop(name) for name in LOSS if name in options})
     rates = {"critic_lr": 1e-3, "actor_lr": 1e-3, "alpha_lr": 1e-3}
-    return FastSACLearner(FastSACLoss(actor, critic), normalizer, **(rates | options))
+    return FastSACLearner(loss, normalizer, **(rates | options))
 
 
 def make_batch(size=32):
@@ -105,9 +112,9 @@ class TestUpdateGovernor:
             other.load_state_dict({"updates": -1})
         assert other.due(200) == 40
 
-    @pytest.mark.parametrize("ratio, rows", [(0, 1), (-1, 1), (float("nan"), 1), (1, 0)])
+    @pytest.mark.parametrize("ratio, rows", [(0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (1, 0)])
     def test_bad_arguments(self, ratio, rows):
-        with pytest.raises(ValueError, match="UpdateGovernor"):
+        with pytest.raises(ValueError, match="UpdateGovernor: "):
             UpdateGovernor(ratio, rows_per_step=rows)
 
 
@@ -196,6 +203,32 @@ class TestFastSACLearner:
         other.load_state_dict(learner.state_dict())
         assert other.critic_optimizer.param_groups[0]["lr"] == 5e-4
 
+    def test_options_are_the_constructors_also_where_the_loss_keeps_them(self):
+        learner, other = make_learner(gamma=0.9, target_entropy=-1.0), make_learner(gamma=0.5, target_entropy=-3.0)
+        learner.update(make_batch())
+        other.load_state_dict(learner.state_dict())
+        assert float(other.loss.gamma) == 0.5 and float(other.loss.target_entropy) == -3.0
+        assert torch.equal(other.loss.log_alpha, learner.loss.log_alpha), "a temperature that is learnt is no option"
+
+    def test_a_fixed_temperature_is_the_constructors(self):
+        learner, other = (make_learner(fixed_alpha=True, alpha_init=value) for value in (0.1, 0.2))
+        other.load_state_dict(learner.state_dict())
+        assert float(other.loss.alpha) == pytest.approx(0.2)
+
+    def test_critics_of_other_atoms_are_refused_since_their_logits_mean_other_returns(self):
+        learner, other = make_learner(v_min=-5.0, v_max=5.0), make_learner(v_min=-5.0, v_max=50.0)
+        other.update(make_batch())
+        before = parameters(learner)
+        with pytest.raises(ValueError, match=r"atoms.*from -5 to 50.*from -5 to 5.*Nothing was changed"):
+            learner.load_state_dict(other.state_dict())
+        assert_equal(before, parameters(learner))
+
+    @pytest.mark.parametrize("part", ["loss", "normalizer", "critic_optimizer"])
+    def test_a_part_that_is_no_state_is_refused_in_one_sentence(self, part):
+        learner = make_learner()
+        with pytest.raises(ValueError, match=f"FastSACLearner: {part}.*Nothing was changed"):
+            learner.load_state_dict(learner.state_dict() | {part: 5})
+
     @pytest.mark.parametrize(
         "foreign",
         [
@@ -265,6 +298,21 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match="undamaged test/1 checkpoint.*Nothing was changed"):
             load_checkpoint(path, kind=self.KIND)
 
+    def test_whatever_bytes_are_changed_the_error_is_the_one_that_is_documented(self, tmp_path):
+        path = save_checkpoint(tmp_path / "a.pt", {"tensor": torch.ones(3), "nested": {"x": [1, "y"]}}, kind=self.KIND)
+        whole, generator = path.read_bytes(), random.Random(0)
+        begin = whole.index(b"data.pkl")
+        for _ in range(1500):
+            data = bytearray(whole)
+            data[generator.randrange(begin, begin + 600)] = generator.randrange(256)
+            path.write_bytes(data)
+            with contextlib.suppress(ValueError), warnings.catch_warnings(action="ignore"):
+                load_checkpoint(path, kind=self.KIND)
+
+    def test_an_entry_of_the_name_of_the_kind_does_not_replace_it(self, tmp_path):
+        path = save_checkpoint(tmp_path / "a.pt", {"kind": "of a state", "number": 1}, kind=self.KIND)
+        assert load_checkpoint(path, kind=self.KIND)["number"] == 1
+
     def test_foreign(self, tmp_path):
         torch.save({"model": torch.zeros(1)}, tmp_path / "a.pt")
         with pytest.raises(ValueError, match="must be a test/1 checkpoint, got None"):
@@ -299,6 +347,16 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match="damaged"):
             restore_random_state({"python": [1]})
         assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.gpu
+def test_a_damaged_state_of_a_device_changes_no_generator():
+    state, here = random_state(), torch.get_rng_state()
+    torch.rand(3)
+    moved = torch.get_rng_state()
+    with pytest.raises(ValueError, match="restore_random_state: the state is damaged.*Nothing was changed"):
+        restore_random_state(state | {"cuda": [torch.zeros(3, dtype=torch.uint8)]})
+    assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(here, moved)
 
 
 @pytest.mark.gpu

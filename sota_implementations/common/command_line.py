@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.loop_control import StopSignal
+from common.loop_control import EXIT_CODES, StopSignal
 from common.training_run import TrainingRun
 
 
@@ -48,10 +49,20 @@ def run_configuration(cfg: DictConfig, settings: Any, kind: type[TrainingRun]) -
             title=f"{kind.label} preset {hydra_config.runtime.choices['preset']}",
             overrides=list(hydra_config.overrides.task),
         )
-    except (ValueError, KeyError, ImportError, FileNotFoundError, MemoryError, OmegaConfBaseException) as error:
+    except (ValueError, KeyError, ImportError, OSError, MemoryError, OmegaConfBaseException) as error:
         # str of a KeyError is the repr of its message.
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        sys.stderr.write(f"{kind.name}: {' '.join(str(message).split())}\n")
-        sys.exit(2)
-    if code := run(job):
+        _leave(kind, str(message), 2)
+    except KeyboardInterrupt:
+        _leave(kind, "stopped by a signal before training; nothing was saved.", EXIT_CODES[signal.SIGINT])
+    try:
+        code = run(job)
+    except KeyboardInterrupt:
+        _leave(kind, "stopped at once by a third signal; nothing more was saved.", EXIT_CODES[signal.SIGINT])
+    if code:
         sys.exit(code)
+
+
+def _leave(kind: type[TrainingRun], message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"{kind.name}: {' '.join(message.split())}\n")
+    sys.exit(code)

@@ -23,7 +23,7 @@ def make_device(name: str, setting: str = "device") -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros((), device=device).item()  # some hold no numbers
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"{setting} must be auto or a device of this machine, got {name!r}; nothing was started."

@@ -85,9 +85,21 @@ def make_env(settings: EnvSettings, *, num_envs: int, seed: int, num_threads: in
     make_one = partial(_make_one, backend, settings.task, limit, dict(settings.options or {}))
     if backend == "factory":
         function = _factory(settings.task)
-        if "num_envs" in inspect.signature(function).parameters:
-            env = function(num_envs=num_envs, **(settings.options or {}))
+        signature, options = inspect.signature(function), dict(settings.options or {})
+        batched = "num_envs" in signature.parameters
+        if batched:
+            options["num_envs"] = num_envs
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            raise ValueError(
+                f"env.options must be arguments of {settings.task!r}, got {settings.options}: {error}; "
+                "nothing was started."
+            ) from error
+        if batched:
+            env = _adapted(function(**options), backend, limit)
             if tuple(env.batch_size) != (num_envs,):
+                env.close()
                 raise ValueError(
                     f"env.task {settings.task!r} must return an environment of batch size [{num_envs}], got "
                     f"{list(env.batch_size)}; nothing was started."
@@ -102,7 +114,12 @@ def make_env(settings: EnvSettings, *, num_envs: int, seed: int, num_threads: in
 
 
 def _make_one(backend: str, task: str, max_episode_steps: int | None, options: dict[str, Any]) -> EnvBase:
-    env = {"gym": _make_gym, "dm_control": _make_dmc, "factory": _make_custom}[backend](task, options)
+    make = {"gym": _make_gym, "dm_control": _make_dmc, "factory": _make_custom}[backend]
+    return _adapted(make(task, options), backend, max_episode_steps)
+
+
+def _adapted(env: EnvBase, backend: str, max_episode_steps: int | None) -> EnvBase:
+    """Makes doubles floats, flattens DMC's observations and ends episodes after so many steps."""
     transforms: list[Any] = []
     leaves = list(env.observation_spec.keys(True, True))
     if backend == "dm_control":
@@ -143,7 +160,7 @@ def _make_gym(task: str, options: dict[str, Any]) -> EnvBase:
     try:
         with set_gym_backend("gymnasium"):
             return GymEnv(task, **options)
-    except gymnasium.error.Error as error:
+    except (gymnasium.error.Error, TypeError) as error:
         raise ValueError(f"env.task must be a task of Gymnasium that can be made, got {task!r}: {error}") from error
 
 

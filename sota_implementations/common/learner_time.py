@@ -64,7 +64,7 @@ class LearnerTime:
         yield
         if self._device.type == "cuda":
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._blocks.append(event)
             if len(self._blocks) > _BLOCKS_AHEAD:
                 self._blocks.popleft().synchronize()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -60,7 +61,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if hint is float and number:
         return float(value)
-    if hint is int and number and value == int(value):
+    if hint is int and number and math.isfinite(value) and value == int(value):
         return int(value)
     require(hint not in (int, float) and isinstance(value, hint), name, f"of type {hint.__name__}", value)
     return value

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class RingFeed:
         self._updates = self._published = self._first = 0
         self._updates_at: dict[int, int] = {}
         self._lag_rows = self._lag_sum = 0
+        #: Rows that the collector counts beside those of the run.
+        self._beside = 0
         self.collector: RingCollector | None = None
 
     def attach(self, collector: RingCollector, *, updates: int = 0) -> None:
@@ -52,11 +55,13 @@ class RingFeed:
         assert self.collector is not None
         return self.collector
 
-    def begin(self, rows: int) -> int:
-        """Waits until workers made so many rows more, such as the first step of every stream; returns how many."""
+    def begin(self, rows: int, should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Waits until workers made so many rows more, such as the first step of every stream, or until it is asked to
+        stop; returns how many came.
+        """
         ring, found = self._ring, 0
         ring.hold_at(int(ring.stats()["frames"]) + rows)
-        while found < rows:
+        while found < rows and not should_stop():
             found += ring.drain()
             time.sleep(_PAUSE)
         return found
@@ -70,8 +75,8 @@ class RingFeed:
         return rows
 
     def credit(self, frames: int | None) -> None:
-        """Lets rows be collected up to a number in all; None takes the limit away."""
-        self._ring.hold_at(frames)
+        """Lets rows be collected up to a number in all, those before a resume included; None takes the limit away."""
+        self._ring.hold_at(None if frames is None else frames + self._beside)
 
     def publish(self, updates: int) -> None:
         """Tells how many updates the weights have seen; they go out when it is time and the last ones arrived."""
@@ -110,10 +115,18 @@ class RingFeed:
         """What a checkpoint keeps."""
         return dict(self._ring.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint, if there is one: episodes begin anew, and streams are cut."""
+    def load_state_dict(self, state: dict[str, Any], *, frames: int) -> None:
+        """Goes on from a checkpoint, if there is one: episodes begin anew, and streams are cut.
+
+        Keyword Args:
+            frames (int): rows of the run so far, which may have been collected without workers.
+        """
+        ring = self._ring
         if state:
-            self._ring.load_state_dict(state)
+            ring.load_state_dict(state)
+        beside = int(ring.stats()["frames"]) - frames
+        # Up to a step of all streams: a limit is rounded down to one, and the last row must not be missing.
+        self._beside = -(-beside // ring.num_streams) * ring.num_streams
 
     def close(self) -> None:
         """Ends the workers; may be called twice."""

@@ -97,20 +97,22 @@ class RunState:
             path = path / "checkpoints" / "last.pt"
         state = load_checkpoint(path, kind=self.kind)
         try:
-            self._load(state)
+            return self._load(state)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).strip("'\"")
             raise ValueError(f"resume_from: {path} must be a checkpoint of this configuration: {reason}") from error
-        return state["history"]
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for what another configuration saved; changes nothing."""
         if state["task"] != self.task:
             raise ValueError(f"env.task must be {state['task']!r} as saved, got {self.task!r}. Nothing was changed.")
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any]) -> dict[str, Any]:
         self.check(state)
-        counters, source = Counters(**state["counters"]), state[self.source_key]
+        counters, source, history = Counters(**state["counters"]), state[self.source_key], state["history"]
+        here = random_state()
+        restore_random_state(state["random"])  # which checks it
+        restore_random_state(here)
         self.learner.check_state_dict(state["learner"])
         governor = UpdateGovernor(1, rows_per_step=1)
         governor.load_state_dict(state["governor"])
@@ -124,3 +126,4 @@ class RunState:
             self.governor.rearm(counters.frames)
         self.counters, self.source = counters, source
         restore_random_state(state["random"])
+        return history

@@ -86,13 +86,7 @@ class Telling:
         Raises:
             RuntimeError: if a metric of the update is not finite. Nothing was written.
         """
-        values = {f"learner/{name}": float(value.float().mean()) for name, value in metrics.items()}
-        lost = [name for name, value in values.items() if not math.isfinite(value)]
-        if lost:
-            raise RuntimeError(
-                f"{self._name}: metrics must be finite, got none at {lost} after {updates} updates; "
-                "training was stopped and the last checkpoint kept."
-            )
+        values = self.check(updates, metrics)
         if self._returns:
             values |= {"train/return": _mean(self._returns), "train/length": _mean(self._lengths)}
             self._add_point("train", counters, values["train/return"])
@@ -105,6 +99,21 @@ class Telling:
         values |= {"updates": updates, "episodes": counters.episodes, "seconds": counters.seconds}
         self._values |= values
         self.records.write(values, frames=counters.frames)
+
+    def check(self, updates: int, metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Returns the metrics of the newest update as numbers, which waits for the device.
+
+        Raises:
+            RuntimeError: if one is not finite.
+        """
+        values = {f"learner/{name}": float(value.float().mean()) for name, value in metrics.items()}
+        lost = [name for name, value in values.items() if not math.isfinite(value)]
+        if lost:
+            raise RuntimeError(
+                f"{self._name}: metrics must be finite, got none at {lost} after {updates} updates; "
+                "training was stopped and the last checkpoint kept."
+            )
+        return values
 
     def evaluation(self, counters: Counters, result: Evaluation) -> bool:
         """Writes an evaluation; returns whether it is the best one."""

@@ -100,8 +100,8 @@ class TrainingRun(abc.ABC):
     def episodes(self) -> tuple[list[float], list[int]]:
         """Returns and lengths of the training episodes that ended since the last call."""
 
-    def begin(self) -> None:  # noqa: B027  # not every run has to
-        """Waits for what takes long and is no training."""
+    def begin(self, should_stop: Callable[[], bool] = lambda: False) -> None:  # noqa: B027  # not every run has to
+        """Waits for what takes long and is no training, or until it is asked to stop."""
 
     def constants(self) -> dict[str, float]:
         """Returns numbers for the panel that stay."""
@@ -133,7 +133,8 @@ class TrainingRun(abc.ABC):
         should_evaluate = Every(settings.eval.every, counters.frames)
         should_save = Every(settings.checkpoint.every, counters.seconds)
         should_look = Every(_LOOK_EVERY, counters.seconds)
-        self.begin()
+        if not self.is_done():
+            self.begin(lambda: stop.count > 0 or self.progress.should_quit)
         started = time.monotonic() - counters.seconds
         metrics: Mapping[str, torch.Tensor] = {}
         while not stop.count and not self.is_done():
@@ -145,6 +146,7 @@ class TrainingRun(abc.ABC):
                 self.evaluate(stop)
                 counters.seconds = time.monotonic() - started
             if should_save(counters.seconds):
+                self.telling.check(self.state.governor.updates, metrics)  # a good checkpoint must not be overwritten
                 self.save(with_replay=settings.checkpoint.replay)
             if should_look(counters.seconds):
                 self.look()

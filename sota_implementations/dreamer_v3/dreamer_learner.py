@@ -162,16 +162,29 @@ class Learner:
         if shapes != given:
             wrong = sorted(key for key in shapes.keys() | given.keys() if shapes.get(key) != given.get(key))
             raise ValueError(f"networks must have the sizes that were saved, got others at {wrong[:3]}")
+        stepper, parts = state["stepper"], self.stepper.state_dict()
+        missing = sorted(set(parts) - set(stepper))
+        if missing:
+            raise ValueError(f"the state must have the parts {sorted(parts)}, got none of {missing}")
+        groups = [[group["params"] for group in part["optimizer"]["param_groups"]] for part in (parts, stepper)]
+        if groups[0] != groups[1] or "state" not in stepper["optimizer"]:
+            raise ValueError("the optimizer must be that of the networks that were saved, got another")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`.
+        """Restores :meth:`state_dict`; rates, discounts and the other options are the constructor's.
 
         Raises:
-            ValueError: for a state of other networks. Nothing was changed.
+            KeyError, ValueError: for a state of other networks, or one that is not whole. Nothing was changed.
         """
         self.check_state_dict(state)
-        self.loss.load_state_dict(state["loss"])
-        self.stepper.load_state_dict(state["stepper"])
+        stepper, mine = state["stepper"], self.loss.state_dict()
+        # TorchRL keeps options among what it saves.
+        options = {key: mine[key] for key in mine if key.endswith(("_value_estimator.gamma", "_value_estimator.lmbda"))}
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, saved in zip(groups, stepper["optimizer"]["param_groups"], strict=True):
+            group["step"] = saved["step"]
+        self.loss.load_state_dict({**state["loss"], **options})
+        self.stepper.load_state_dict({**stepper, "optimizer": {**stepper["optimizer"], "param_groups": groups}})
         if self._warm:
             self._capture()
 

@@ -59,7 +59,7 @@ class Run(TrainingRun):
         # Workers start from the weights of the checkpoint.
         self.feed.attach(self._make_collector(), updates=self.governor.updates)
         # It begins new episodes and cuts the streams.
-        self.feed.load_state_dict(self.state.source)
+        self.feed.load_state_dict(self.state.source, frames=self.counters.frames)
         return history
 
     def _make_collector(self) -> RingCollector:

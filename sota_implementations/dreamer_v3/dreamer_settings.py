@@ -173,6 +173,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
+        threads = self.torch_threads
+        require(threads is None or threads >= 1, "torch_threads", ">= 1 or null", threads)
         streams, window = self.env.num_envs, self.learner.seq_len + 1
         require(
             self.total_frames >= 1 and self.total_frames % streams == 0,

@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
     output = options.output or options.run / "policy.onnx"
     try:
         worst = export(options.run, output, checkpoint=options.checkpoint)
-    except (FileNotFoundError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         sys.stderr.write(f"export: {' '.join(str(error).split())}\n")
         return 2
     sys.stdout.write(f"{output}: within {worst:.1e} of torch's actions\n")

@@ -20,10 +20,11 @@ class Pacing:
 
     Keyword Args:
         asynchronous (bool): whether workers collect meanwhile.
+        empty_at (int): rows of the run when its replay was empty. Defaults to 0.
     """
 
-    def __init__(self, settings: Settings, *, asynchronous: bool) -> None:
-        self._options, self._asynchronous = settings.collector, asynchronous
+    def __init__(self, settings: Settings, *, asynchronous: bool, empty_at: int = 0) -> None:
+        self._options, self._asynchronous, self._empty_at = settings.collector, asynchronous, empty_at
         self._rows_per_step, self._total = settings.env.num_envs, settings.total_frames
 
     def credit(self, frames: int, *, behind: int) -> int | None:
@@ -31,7 +32,7 @@ class Pacing:
         options = self._options
         if options.governor == "free" and self._asynchronous:
             return self._total
-        held = behind > options.publish_every and not self._is_young(frames)
+        held = behind > options.publish_every and not self.is_young(frames)
         ahead = 0 if held else options.max_ahead
         limit = frames + ahead * self._rows_per_step
         return limit if self._total is None else min(limit, self._total)
@@ -40,12 +41,12 @@ class Pacing:
         """Returns the gradient steps to take now."""
         if not self._asynchronous:
             return governor.due(frames)
-        if self._is_young(frames):
+        if self.is_young(frames):
             return 0
         if self._options.governor == "free":
             return self._options.publish_every if governor.is_open(frames) else 0
         return min(governor.due(frames), self._options.publish_every)
 
-    def _is_young(self, frames: int) -> bool:
-        """Whether there may be nothing to sample: what follows the newest rows is known with the next ones."""
-        return frames < 2 * self._rows_per_step
+    def is_young(self, frames: int) -> bool:
+        """Whether there may be nothing to sample: workers tell what follows the newest rows with the next ones."""
+        return self._asynchronous and frames - self._empty_at < 2 * self._rows_per_step

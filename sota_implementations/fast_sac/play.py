@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         if options.video is not None:
             frames = record_video(options.run, options.video, checkpoint=options.checkpoint, seed=seed)
             sys.stdout.write(f"{options.video}: {frames} frames\n")
-    except (FileNotFoundError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         sys.stderr.write(f"play: {' '.join(str(error).split())}\n")
         return 2
     return 0

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from settings import Settings
 from utils import make_learner, make_train_env
+from yaml import YAMLError
 
 from torchrl_ext.trainers import FastSACLearner, load_checkpoint
 
@@ -28,7 +30,7 @@ def load_run(folder: str | Path, *, checkpoint: str = "best") -> tuple[Settings,
 
     Raises:
         FileNotFoundError: if the folder is not of a run.
-        ValueError: if the checkpoint is not of its configuration.
+        ValueError: if its configuration cannot be read, or the checkpoint is damaged or of another one.
     """
     folder = Path(folder)
     config = folder / ".hydra" / "config.yaml"
@@ -38,12 +40,20 @@ def load_run(folder: str | Path, *, checkpoint: str = "best") -> tuple[Settings,
     for file in (config, path):
         if not file.exists():
             raise FileNotFoundError(f"fast_sac: {folder} must be the folder of a run, it has no {file.name}.")
-    values = OmegaConf.to_container(OmegaConf.load(config), resolve=False)
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(config), resolve=False)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ValueError(f"fast_sac: {config} must be the configuration of a run, got {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"fast_sac: {config} must be the configuration of a run, got a {type(values).__name__}.")
     settings = replace(Settings.from_dict(values), device="cpu")  # type: ignore[arg-type]
     env = make_train_env(settings)
     try:
         learner = make_learner(settings, env, torch.device("cpu"))
     finally:
         env.close()
-    learner.load_state_dict(load_checkpoint(path, kind="torchrl_ext.fast_sac/1")["learner"])
+    state = load_checkpoint(path, kind="torchrl_ext.fast_sac/1")
+    if not isinstance(state.get("learner"), dict):
+        raise ValueError(f"fast_sac: {path} must be the checkpoint of a run, it has no learner.")
+    learner.load_state_dict(state["learner"])
     return settings, learner

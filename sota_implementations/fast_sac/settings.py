@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,10 +113,14 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "learner.batch_size", ">= 1", self.batch_size)
-        require(self.updates_per_step > 0, "learner.updates_per_step", "positive", self.updates_per_step)
+        ratio = self.updates_per_step
+        require(0 < ratio < math.inf, "learner.updates_per_step", "positive and finite", ratio)
         require(self.n_steps >= 1, "learner.n_steps", ">= 1", self.n_steps)
         require(0 <= self.gamma <= 1, "learner.gamma", "in [0, 1]", self.gamma)
-        require(len(self.betas) == 2, "learner.betas", "two numbers", self.betas)
+        within = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(within, "learner.betas", "two numbers in [0, 1)", self.betas)
+        for name in ("critic_lr", "actor_lr", "alpha_lr", "weight_decay"):
+            require(getattr(self, name) >= 0, f"learner.{name}", ">= 0", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +148,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
+        threads = self.torch_threads
+        require(threads is None or threads >= 1, "torch_threads", ">= 1 or null", threads)
         require(
             self.total_frames is not None or self.time_budget is not None,
             "total_frames or time_budget",
@@ -154,8 +161,9 @@ class Settings:
         per_run = self.env.num_envs * self.collector.steps_per_run
         if self.total_frames is not None and self.total_frames % per_run:
             below = self.total_frames // per_run * per_run
-            near = f"{below or per_run} or {below + per_run}"
-            require(False, "total_frames", f"a multiple of num_envs * steps_per_run = {per_run} ({near})", below)
+            near = f"{below} or {below + per_run}" if below else f"{per_run}"
+            must = f"a multiple of num_envs * steps_per_run = {per_run} ({near})"
+            require(False, "total_frames", must, self.total_frames)
         room = self.replay.capacity * self.env.num_envs
         require(
             self.collector.learning_starts <= room,

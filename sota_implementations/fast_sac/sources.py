@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,8 +35,8 @@ class Source(Protocol):
     stage: str
     """The learner's time that :meth:`feed` takes."""
 
-    def start(self) -> None:
-        """Resets the streams, which may take long."""
+    def start(self, should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Resets the streams, which may take long; returns how many rows came with it, fewer when asked to stop."""
 
     def feed(self, *, learnt: bool, learning: bool) -> int:
         """Puts new rows into the replay and the observation statistics; returns how many, perhaps none."""
@@ -56,8 +56,8 @@ class Source(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint: episodes begin anew."""
+    def load_state_dict(self, state: dict[str, Any], *, frames: int) -> None:
+        """Goes on from a checkpoint, at so many rows: episodes begin anew."""
 
     def close(self) -> None:
         """Ends threads and processes."""
@@ -86,9 +86,10 @@ class SyncSource:
         """Takes the replay that is to be filled."""
         self._replay = replay
 
-    def start(self) -> None:
+    def start(self, should_stop: Callable[[], bool] = lambda: False) -> int:
         """See :class:`Source`."""
         self.collector.start()
+        return 0
 
     def feed(self, *, learnt: bool, learning: bool) -> int:
         """See :class:`Source`."""
@@ -119,7 +120,7 @@ class SyncSource:
         """See :class:`Source`."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, frames: int) -> None:
         """See :class:`Source`."""
 
     def close(self) -> None:
@@ -136,7 +137,6 @@ class AsyncSource(RingFeed):
         self._keys = _stored_keys(settings, env)
         self.layout = record_layout(env, self._keys)
         env.close()
-        self._early = 0
 
     def fill(self, replay: SlotReplayBuffer) -> None:
         """Starts the workers."""
@@ -160,14 +160,13 @@ class AsyncSource(RingFeed):
         )
         self.attach(collector, updates=self._learner.updates)
 
-    def start(self) -> None:
+    def start(self, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Waits for the first step of every stream."""
-        self._early = self.begin(self._settings.env.num_envs)
+        return self.begin(self._settings.env.num_envs, should_stop)
 
     def feed(self, *, learnt: bool, learning: bool) -> int:
         """See :class:`Source`."""
-        rows, self._early = self.drain() + self._early, 0
-        return rows
+        return self.drain()
 
 
 def _stored_keys(settings: Settings, env: EnvBase) -> Sequence[Any]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,9 @@ class Run(TrainingRun):
         history = None if settings.resume_from is None else self.state.load(settings.resume_from)
         # Workers start from the weights of the checkpoint.
         self.source.fill(replay)
-        self.source.load_state_dict(self.state.source)
-        self.pacing = Pacing(settings, asynchronous=isinstance(self.source, AsyncSource))
+        self.source.load_state_dict(self.state.source, frames=self.counters.frames)
+        empty_at = self.state.governor.state_dict()["base_rows"]
+        self.pacing = Pacing(settings, asynchronous=isinstance(self.source, AsyncSource), empty_at=empty_at)
         self.eval_env, self.eval_policy = make_eval_env(settings), learner.policy
         made.callback(_close, self.eval_env)
         return history
@@ -81,13 +83,18 @@ class Run(TrainingRun):
         """See :class:`TrainingRun`."""
         return {"utd/requested": self.settings.learner.updates_per_step / self.settings.env.num_envs}
 
-    def begin(self) -> None:
+    def begin(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Resets the streams (EnvPool loads the models of 1,024 robots in about 40 s) and compiles gradient steps (80 s
         the first time), side by side where the streams are in worker processes.
         """
         self.source.credit(self.counters.frames + self.settings.env.num_envs)
         self._prepare()
-        self.source.start()
+        self.counters.frames += self.source.start(should_stop)
+
+    def is_done(self) -> bool:
+        """See :class:`TrainingRun`; rows that cannot be sampled owe no update."""
+        frames, total = self.counters.frames, self.settings.total_frames
+        return super().is_done() or (total is not None and frames >= total and self.pacing.is_young(frames))
 
     def _prepare(self) -> None:
         learner, settings = self.state.learner, self.settings

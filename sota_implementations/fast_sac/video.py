@@ -33,7 +33,12 @@ def record_video(run: Path, output: Path, *, checkpoint: str, seed: int, max_fra
         RuntimeError: where the task cannot be rendered here. Nothing was written.
     """
     command = [sys.executable, __file__, str(run), str(output), checkpoint, str(seed), str(max_frames)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"an episode must be rendered within {_DEADLINE_S} s, it was not. No video was written."
+        ) from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
         raise RuntimeError(

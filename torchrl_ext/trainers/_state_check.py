@@ -26,7 +26,7 @@ def check_like(where: str, mine: Mapping[str, Any] | None, state: Any) -> None:
         got = set(state) if isinstance(state, Mapping) else set()
         raise ValueError(
             f"{where}: the state must have the same entries, got none at {sorted(set(mine) - got)[:3]} and unknown "
-            f"ones at {sorted(got - set(mine))[:3]}. Nothing was changed."
+            f"ones at {sorted(got - set(mine), key=str)[:3]}. Nothing was changed."
         )
     for key, value in mine.items():
         if not isinstance(value, torch.Tensor):
@@ -48,6 +48,8 @@ def check_optimizer(where: str, optimizer: torch.optim.Optimizer, state: Any) ->
             "Nothing was changed."
         )
     for number, entry in moments.items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{where}: parameter {number} must have a state, got {_name(entry)}. Nothing was changed.")
         for name, value in entry.items():
             shape = parameters[number].shape
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
@@ -58,7 +60,9 @@ def check_optimizer(where: str, optimizer: torch.optim.Optimizer, state: Any) ->
 
 
 def _name(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__} of {len(value)} entries"
+    if value is None:
+        return "nothing"
+    return f"a {type(value).__name__}" + (f" of {len(value)} entries" if isinstance(value, Mapping) else "")
 
 
 def _describe(value: Any) -> str:

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], *, kind: str) ->
 
     Args:
         path (str or Path): the file. Its folder is made.
-        state (Mapping[str, Any]): tensors, numbers, strings, lists and dictionaries.
+        state (Mapping[str, Any]): tensors, numbers, strings, lists and dictionaries. An entry ``"kind"`` is not kept.
 
     Keyword Args:
         kind (str): what the file is, such as ``"torchrl_ext.fast_sac/1"``; :func:`load_checkpoint` asks for it.
@@ -34,7 +32,7 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], *, kind: str) ->
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
-            torch.save({"kind": kind, **state}, file)
+            torch.save({**state, "kind": kind}, file)
             file.flush()
             # Before the rename: after a power cut the new name must not point at empty blocks.
             os.fsync(file.fileno())
@@ -56,14 +54,15 @@ def load_checkpoint(path: str | Path, *, kind: str, map_location: torch.device |
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is damaged or another kind of file.
+        ValueError: if the file cannot be read or is another kind of file. Numbers of a tensor that were changed on
+            disk are not noticed.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"load_checkpoint: {path} must be a checkpoint file, got no such file.")
     try:
         state = torch.load(path, map_location=map_location, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # damaged bytes fail anywhere in torch's reader, by any of Python's errors
         # torch's own message advises weights_only=False, which would run whatever the file says.
         raise ValueError(
             f"load_checkpoint: {path} must be an undamaged {kind} checkpoint, got a file that cannot be read "
@@ -101,12 +100,13 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         numpy = (name, keys.numpy().astype(np.uint32), position, has_gauss, cached)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(state["torch"])
-        devices = list(state["cuda"])
+        devices = list(state["cuda"])[: torch.cuda.device_count()]
+        for index, cuda in enumerate(devices):
+            torch.Generator(torch.device("cuda", index)).set_state(cuda)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ValueError(f"restore_random_state: the state is damaged ({error}). Nothing was changed.") from error
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for index, cuda in enumerate(devices[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(cuda, index)
+    for index, cuda in enumerate(devices):
+        torch.cuda.set_rng_state(cuda, index)

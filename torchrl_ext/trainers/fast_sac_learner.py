@@ -289,6 +289,13 @@ class FastSACLearner:
             )
         for name in ("loss", "normalizer"):
             check_like(f"FastSACLearner: {name}", mine[name], state[name])
+        own, saved = self.loss.support, state["loss"]["support"].to(self.device)
+        # Not bit for bit: another machine may have rounded an atom in another way.
+        if not torch.allclose(own, saved, rtol=0.0, atol=1e-5 * (self.loss.v_max - self.loss.v_min)):
+            raise ValueError(
+                f"FastSACLearner: the atoms must be those of the saved critics, from {float(saved[0]):g} to "
+                f"{float(saved[-1]):g}, got from {self.loss.v_min:g} to {self.loss.v_max:g}. Nothing was changed."
+            )
         for name in ("critic_optimizer", "actor_optimizer"):
             check_optimizer(f"FastSACLearner: {name}", getattr(self, name), state[name])
 
@@ -296,10 +303,12 @@ class FastSACLearner:
         """Restores :meth:`state_dict` on any device; learning rates and the other options are the constructor's.
 
         Raises:
-            ValueError: if the state has other parts, shapes or dtypes. Nothing was changed.
+            ValueError: if the state has other parts, shapes or dtypes, or its critics other atoms. Nothing was changed.
         """
         self.check_state_dict(state)
-        self.loss.load_state_dict(state["loss"])
+        mine, options = self.loss.state_dict(), ["support", "gamma", "target_entropy"]
+        options += ["log_alpha"] if self.loss.fixed_alpha else []
+        self.loss.load_state_dict({**state["loss"], **{name: mine[name] for name in options}})
         if self.normalizer is not None:
             self.normalizer.load_state_dict(state["normalizer"])
         for name in ("critic_optimizer", "actor_optimizer"):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -41,8 +42,8 @@ class UpdateGovernor:
     """Gradient steps counted so far."""
 
     def __init__(self, ratio: float, *, rows_per_step: int, learning_starts: int = 0) -> None:
-        if not ratio > 0:
-            raise ValueError(f"UpdateGovernor: ratio must be positive, got {ratio}.")
+        if not 0 < ratio < math.inf:
+            raise ValueError(f"UpdateGovernor: ratio must be positive and finite, got {ratio}.")
         if rows_per_step < 1 or learning_starts < 0:
             raise ValueError(
                 "UpdateGovernor: rows_per_step must be >= 1 and learning_starts >= 0, got "
