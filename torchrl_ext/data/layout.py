@@ -132,8 +132,7 @@ class RowLayout:
     def _build(
         cls, leaves: Mapping, next_obs: Literal["derive", "store"], next_keys: Sequence[NestedKey] | None
     ) -> RowLayout:
-        plan = plan_row(leaves, next_obs, next_keys)
-        return cls(plan.fields, plan.next_keys, plan.next_obs, plan.successor_bytes, plan.final_offset, plan.row_bytes)
+        return cls(**plan_row(leaves, next_obs, next_keys)._asdict())
 
     @property
     def derives(self) -> bool:
