@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -817,6 +818,21 @@ class TestOnCuda:
         kernels = sum(count for key, count in counts.items() if key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
         assert kernels == 0, counts
         assert counts.get("cudaMemcpyAsync", 0) <= calls and not counts.get("cudaMemsetAsync", 0), counts
+
+    def test_a_stream_that_was_cut_is_drawn_from_inside_the_graph(self):
+        """As after a new start of a worker or in a resumed run: the row before the cut has no successor."""
+        learner, replay = cuda_learner(cuda_graph=True), filled_replay("cuda", batch_size=256)
+        learner.update_from(replay, 4)
+        run = make_run(8, 8)
+        replay.extend_batch(replace(replay.storage.layout.pack(run.to("cuda")), tail=None))
+        replay.storage.end_streams()
+        replay.extend_batch(run)
+        assert replay.storage.block.may_have_holes
+        launched = []
+        replayed = torch.cuda.CUDAGraph.replay
+        with mock.patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: launched.append(replayed(graph))):
+            learner.update_from(replay, 8)
+        assert len(launched) == 2 and learner.updates == 12
 
     def test_seeds_and_states_of_torchs_generator_count(self):
         learner = cuda_learner(cuda_graph=True, critic_lr=0.0, actor_lr=0.0, alpha_lr=0.0)

@@ -32,6 +32,7 @@ from torchrl_ext.data import (
 )
 from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data.batch_pool import BatchPool, PinnedPool
+from torchrl_ext.data.layout import HOLE
 from torchrl_ext.data.streams import current_stream
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -75,6 +76,25 @@ class TestAnyProgramOnTheDevicePath:
         ops = [Run(form, ("-..", "-..")), EndStreams(0, 2), Run("td", ("/..", "/T."))]
         run_on(device, Config("small", 6, 2), ops)
 
+    @pytest.mark.parametrize("kept", ["by the host", "by the device", pytest.param("on cuda", marks=gpu)])
+    def test_draws_look_for_a_hole_only_until_it_is_overwritten(self, kept):
+        with books_on_the_device() if kept == "by the device" else contextlib.nullcontext():
+            storage = SlotStorage(8, 2, device="cuda" if kept == "on cuda" else "cpu", final_capacity=9)
+            buffer = SlotReplayBuffer(storage=storage, batch_size=64)
+            never, zero = torch.zeros(2, 2, 1, dtype=torch.bool), torch.zeros(2, 2, 1)
+            following = {"observation": zero, "reward": zero, "done": never, "terminated": never}
+            run = TensorDict({"observation": zero, "next": following}, [2, 2]).to(storage.device)
+            run, seen = replace(RowLayout.from_tensordict(run).pack(run), tail=None), []
+            for turn in range(7):
+                buffer.extend_batch(run)  # the last successors come with the next run
+                if turn == 1:
+                    buffer.end_streams(slice(1, 2))
+                seen.append(storage.block.may_have_holes)
+                slot, stream = buffer.sample()["index"].unbind(-1)
+                assert (storage.block.final[slot * 2 + stream] != HOLE).all()
+        # The hole is step 3 of 8 slots, which step 11 overwrites.
+        assert seen == [False, True, True, True, True, False, False]
+
     @pytest.mark.parametrize("device", ["host memory", pytest.param("cuda", marks=gpu)])
     def test_a_collector_may_start_anew_many_times_within_a_lap(self, device):
         """Each start cuts the streams while the successor of their newest row is not known."""
@@ -89,8 +109,11 @@ class TestAnyProgramOnTheDevicePath:
         run_on(device, Config("small", 7, 2), ops)
 
 
-def filled(device: str, num_streams: int = 64, *, capacity: int = 32, seed: int = 0) -> SlotReplayBuffer:
-    """Streams at different steps, with ends of every kind, over more than a lap."""
+def filled(
+    device: str, num_streams: int = 64, *, capacity: int = 32, seed: int = 0, holes: bool = False
+) -> SlotReplayBuffer:
+    """Streams at different steps, with ends of every kind, over more than a lap; some are cut after half of the writes
+    if there are to be ``holes``, which the last successors must then be unknown for."""
     generator = torch.Generator().manual_seed(seed)
     storage = SlotStorage(capacity, num_streams, device=device, final_capacity=capacity + 1)
     buffer = SlotReplayBuffer(storage=storage, sampler=TransitionSampler(3, 0.9), batch_size=4096)
@@ -118,7 +141,10 @@ def filled(device: str, num_streams: int = 64, *, capacity: int = 32, seed: int 
         )
         if turn % 2:
             run = RowLayout.from_tensordict(run).pack(run)
+            run = replace(run, tail=None) if holes else run
         buffer.extend_batch(run, streams=slice(0, width))
+        if holes and turn % 2:
+            buffer.end_streams(slice(turn, width, 1 + turn % 3))
     return buffer
 
 
@@ -181,9 +207,11 @@ class TestCuda:
     """Contract: on CUDA nothing waits for the device, kernels give the numbers of the torch operations, and streams
     are ordered."""
 
+    @pytest.mark.parametrize("holes", [False, True])
     @pytest.mark.parametrize("n_steps", [1, 3])
-    def test_kernels_give_the_numbers_of_the_torch_operations(self, n_steps):
-        buffer = filled("cuda")
+    def test_kernels_give_the_numbers_of_the_torch_operations(self, n_steps, holes):
+        buffer = filled("cuda", holes=holes)
+        assert buffer.storage.block.may_have_holes == holes
         buffer.sampler.n_steps = n_steps
         made = []
         for usable in (True, False):
@@ -197,6 +225,41 @@ class TestCuda:
                 torch.testing.assert_close(fused[key], plain[key], rtol=1e-6, atol=1e-7)
             else:
                 assert torch.equal(fused[key], plain[key]), key
+
+    def test_kernels_find_the_windows_of_the_torch_operations_beside_holes(self):
+        buffer, made = filled("cuda", holes=True), []
+        buffer.sampler = SequenceSampler(3)
+        for usable in (True, False):
+            with mock.patch.object(_fused, "available", lambda block, usable=usable: usable):
+                buffer.storage.block.sampleable = None
+                buffer.sampler = SequenceSampler(3)
+                buffer.set_rng(torch.Generator("cuda").manual_seed(3))
+                made.append(buffer.sample(300))
+        for key in made[1].keys(True, True):
+            assert torch.equal(made[0][key], made[1][key]), key
+
+    @pytest.mark.parametrize("whose", ["the sampler's graph", "a graph of the user"])
+    def test_graph_captured_before_a_hole_does_not_draw_it(self, whose):
+        buffer = filled("cuda", 4)
+        layout, block = buffer.storage.layout, buffer.storage.block
+        buffer.sample()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sample = buffer.sample()
+        rows = torch.zeros(3, 4, layout.row_bytes, dtype=torch.uint8, device="cuda")
+        rows.view(torch.int32)[..., layout.final_offset // 4] = -1
+        buffer.extend_batch(PackedRun(layout, rows))
+        buffer.end_streams(slice(0, 4))
+        buffer.extend_batch(PackedRun(layout, rows))
+        assert int((block.final == HOLE).sum()) == 4
+        if whose == "a graph of the user":
+            graph.replay()
+        else:
+            sample = buffer.sample()
+        slot, stream = sample["index"].unbind(-1)
+        assert not (block.final[slot * 4 + stream] == HOLE).any()
+        assert len(sample["index"].unique(dim=0)) == 4 * (32 - 2), "all but the hole and the newest of each stream"
 
     def test_kernel_writes_give_the_bytes_of_the_torch_operations(self):
         kernels = filled("cuda").storage.state_dict()

@@ -218,7 +218,8 @@ class SlotBlock:
         self._mirror, self._late, self._refused = self.positions.cpu().numpy().copy(), [], False
         #: The step at which all streams stand without a pending successor; None where that is not known.
         self.settled_at: int | None = None
-        self.cut_unknown = bool((self.hole_step >= 0).any())
+        #: The newest hole of each stream, -1 where there is none.
+        self.newest_holes: np.ndarray = self.hole_step.amax(-1).cpu().numpy().copy()
         self.room = 0
 
     @property
@@ -279,13 +280,25 @@ class SlotBlock:
 
     @property
     def longest(self) -> int:
-        """At least so many rows were written to some stream since it was emptied; waits for nothing."""
-        return int((self._mirror[HEAD] - self._mirror[TAIL]).max())
+        """At least so many live rows follow each other in some stream, none of them a hole; waits for nothing."""
+        return int((self._mirror[HEAD] - np.maximum(self._low(), self._newest_holes() + 1)).max())
 
     @property
     def may_have_holes(self) -> bool:
-        """Whether a row may live whose stream was cut before its successor was known."""
-        return self.cut_unknown if self.on_device else bool((self.np_hole_step >= 0).any())
+        """Whether a row may live whose stream was cut before its successor was known; waits for nothing.
+
+        Inside a capture always: a graph outlives what is known now.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return True
+        holes = self.newest_holes if self.on_device else self.np_hole_step
+        return bool((holes >= 0).any() and (self._newest_holes() >= self._low()).any())
+
+    def _low(self) -> np.ndarray:
+        return np.maximum(self._mirror[TAIL], self._mirror[RESERVED] - self.capacity)
+
+    def _newest_holes(self) -> np.ndarray:
+        return self.newest_holes if self.on_device else self.np_hole_step.max(-1)
 
     def position_copies(self) -> list[torch.Tensor | np.ndarray]:
         """Returns the position tables that a host-side change of heads and tails must be written to."""

@@ -15,7 +15,7 @@ from torchrl_ext.data._fused import Outputs
 from torchrl_ext.data._priorities import PriorityTable, capturing
 from torchrl_ext.data._proportional import ABSENT, FixedPointSums
 from torchrl_ext.data.draws import Draw
-from torchrl_ext.data.positions import sampleable_range
+from torchrl_ext.data.positions import holes_from, sampleable_range
 
 
 class DevicePriorities(PriorityTable):
@@ -54,15 +54,19 @@ class DevicePriorities(PriorityTable):
             self.least.copy_(self._sums.least())
             self.stale = capturing(block)
 
-    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, holes: int, out: Outputs) -> None:
         """Draws rows for a captured draw, see :class:`torchrl_ext.data._graphs.Choice`; the sums are settled."""
         at = self._sums.draw(block, out.count, None).clamp_(max=self.sink - 1)
         slot = at.div(self.num_streams, rounding_mode="floor")
         stream = at - slot * self.num_streams
         _, generation, _, _ = self.locate(self.places[:, stream], slot)
         # Rows are numbered stream by stream: those up to its stream's end, less those from it to there.
-        running, _, high = ranges[:, stream].unbind(0)
-        torch.clamp(running - high + generation * self.capacity + slot, min=0, out=out.wide)
+        running, _, high, _ = ranges[:, stream].unbind(0)
+        step = generation * self.capacity + slot
+        number = running - high + step
+        if holes:
+            number += holes_from(block, stream, step)
+        torch.clamp(number, min=0, out=out.wide)
         out.weight.copy_(self.importance(at))
 
     def draw(self, block: SlotBlock, count: int, generator: torch.Generator | None) -> Draw[torch.Tensor]:
@@ -105,9 +109,9 @@ class ByPriority:
     def __init__(self, table: DevicePriorities, weight_key: NestedKey) -> None:
         self.table, self._weight_key = table, weight_key
 
-    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, holes: int, out: Outputs) -> None:
         """Draws by the table."""
-        self.table.fill(block, ranges, out)
+        self.table.fill(block, ranges, holes, out)
 
     def leaves(self, out: Outputs) -> dict[NestedKey, torch.Tensor]:
         """Adds the importance weights."""

@@ -331,4 +331,4 @@ def cut_streams_on_device(storage: SlotStorage, columns: slice) -> None:
     block.positions[NEWEST, columns] = torch.where(promoted | lost, CUT, state)
     host[NEWEST, columns] = CUT
     block.sampleable = block.settled_at = None
-    block.cut_unknown = block.cut_unknown or bool(lost.any())
+    block.newest_holes[columns] = np.where(lost.cpu().numpy(), heads - 1, block.newest_holes[columns])

@@ -42,7 +42,7 @@ def available(block: SlotBlock) -> bool:
 
 def can_sample(block: SlotBlock, span: Span, n_steps: int) -> bool:
     """Whether the fused kernels can follow returns of this layout."""
-    if not available(block) or block.may_have_holes:
+    if not available(block):
         return False
     reward = cast(Field, span.reward)  # looked at where a return has more than one step, which needs it
     return n_steps == 1 or (reward.dtype == torch.float32 and reward.shape.numel() == 1 and span.flag_range is not None)
@@ -127,8 +127,12 @@ def launch(
     gamma: float,
     table: torch.Tensor | None = None,
     seat: torch.Tensor | None = None,
+    holes: int | None = None,
 ) -> None:
-    """Turns ``out.wide``, or what is drawn at a ``seat``, into transitions."""
+    """Turns ``out.wide``, or what is drawn at a ``seat``, into transitions.
+
+    ``holes`` is :func:`hole_search` of the block by default.
+    """
     kernels, layout, count = _kernels(), block.layout, out.count
     geometry = geometry_of(block, span)
     rows32, rows64 = block.rows32, block.rows64
@@ -149,6 +153,7 @@ def launch(
         SEARCH=block.num_streams.bit_length(),
         REACH=min(n_steps, block.capacity),
         BLOCK=_LANES,
+        HOLE_SEARCH=hole_search(block) if holes is None else holes,
         DRAWS=seat is not None,
     )
     words = layout.row_bytes // 8
@@ -168,16 +173,22 @@ def launch(
 
 
 def geometry_of(block: SlotBlock, span: Span | None = None) -> torch.Tensor:
-    """Returns the sizes of a block as kernels read them, int64 ``[7]``."""
+    """Returns the sizes of a block as kernels read them, int64 ``[8]``."""
     # Numbers that never change go to the kernels through memory: each argument costs a launch about a microsecond.
     reward = 0 if span is None or span.reward is None else span.reward.offset // 4
     found = block.geometry_tensors.get(reward)
     if found is None:
         numbers = [block.num_streams, block.capacity, block.final_capacity, block.side_start]
         numbers += [block.layout.row_bytes // 4, block.layout.final_offset // 4, reward]
+        numbers += [block.hole_capacity]
         # Captured draws keep reading it, so it lives as long as the block.
         found = block.geometry_tensors[reward] = torch.tensor(numbers, dtype=torch.int64, device=block.device)
     return found
+
+
+def hole_search(block: SlotBlock) -> int:
+    """Returns the steps of a search among the holes of a stream, 0 where none lives."""
+    return block.hole_capacity.bit_length() if block.may_have_holes else 0
 
 
 def _table(block: SlotBlock, geometry: torch.Tensor) -> torch.Tensor:
@@ -187,16 +198,18 @@ def _table(block: SlotBlock, geometry: torch.Tensor) -> torch.Tensor:
         return block.sampleable[0]
     table = block.table
     if table is None or capturing:
-        table = torch.empty(3, block.num_streams, dtype=torch.int64, device=block.device)
+        table = torch.empty(4, block.num_streams, dtype=torch.int64, device=block.device)
     width = max(16, 1 << (block.num_streams - 1).bit_length())
-    _kernels().ranges[(1,)](block.positions, block.rows32, geometry, table, BLOCK=width, num_warps=8)
+    _kernels().ranges[(1,)](
+        block.positions, block.rows32, geometry, table, BLOCK=width, HOLE_SEARCH=hole_search(block), num_warps=8
+    )
     if not capturing:
         block.sampleable, block.table = (table,), table
     return table
 
 
 def sampleable_table(block: SlotBlock) -> torch.Tensor:
-    """Returns running numbers, first steps and ends of what can be sampled, int64 ``[3, N]``; see ``ranges``."""
+    """Returns running numbers, first steps and ends of what can be sampled, int64 ``[4, N]``; see ``ranges``."""
     return _table(block, geometry_of(block))
 
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDict
 
 from torchrl_ext.data._block import SlotBlock
-from torchrl_ext.data._fused import Outputs, launch, refresh
+from torchrl_ext.data._fused import Outputs, hole_search, launch, refresh
 from torchrl_ext.data._gather import Span, powers, transition_leaves
 
 #: More batches than these are rarely alive at once; further ones are drawn without a graph.
@@ -34,10 +34,10 @@ class _Memory:
 class Choice(Protocol):
     """Which rows a captured draw takes."""
 
-    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, holes: int, out: Outputs) -> None:
         """Writes the number of each row among the sampleable ones into ``out.wide``, by operations that are captured.
 
-        ``ranges`` is what :func:`torchrl_ext.data._fused.sampleable_table` returns.
+        ``ranges`` and ``holes`` are what ``sampleable_table`` and ``hole_search`` of ``_fused`` return.
         """
 
     def leaves(self, out: Outputs) -> dict[NestedKey, torch.Tensor]:
@@ -47,7 +47,7 @@ class Choice(Protocol):
 class Uniform:
     """All sampleable rows alike."""
 
-    def fill(self, block: SlotBlock, ranges: torch.Tensor, out: Outputs) -> None:
+    def fill(self, block: SlotBlock, ranges: torch.Tensor, holes: int, out: Outputs) -> None:
         """Writes random numbers, which the kernels take modulo the number of rows."""
         out.wide.random_(0, 2**62)
 
@@ -75,13 +75,13 @@ class SampleGraph:
         # What the graph reads by address must not be freed by a cache.
         self._powers = powers(gamma, n_steps, block.device)
         out = Outputs(raw, block.layout.row_bytes, block.layout.successor_bytes, count)
-        ranges = cast(tuple, block.sampleable)[0]
-        choice.fill(block, ranges, out)
-        launch(block, span, out, n_steps, gamma)  # compiles, and leaves nothing to do but replay
+        ranges, holes = cast(tuple, block.sampleable)[0], hole_search(block)
+        choice.fill(block, ranges, holes, out)
+        launch(block, span, out, n_steps, gamma, holes=holes)  # compiles, and leaves nothing to do but replay
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            choice.fill(block, ranges, out)
-            launch(block, span, out, n_steps, gamma, table=ranges)
+            choice.fill(block, ranges, holes, out)
+            launch(block, span, out, n_steps, gamma, table=ranges, holes=holes)
         rows, later, small = out.leaves()
         small.update(choice.leaves(out))
         leaves: dict[NestedKey, torch.Tensor] = {**transition_leaves(block.layout, rows, later), **small}
@@ -117,7 +117,7 @@ def graph_of(
 ) -> SampleGraph | None:
     """Returns a free captured draw, capturing one if there are few; None when all are in use."""
     reward = None if span.reward is None else span.reward.offset
-    graphs = block.graphs.setdefault((reward, count, n_steps, gamma, choice), [])
+    graphs = block.graphs.setdefault((reward, count, n_steps, gamma, choice, block.may_have_holes), [])
     for graph in graphs:
         if graph.free:
             return graph

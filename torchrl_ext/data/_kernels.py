@@ -20,10 +20,24 @@ from torchrl_ext.data._draw_kernels import wide_integer
 
 
 @triton.jit
-def ranges(positions, rows32, geometry, table, BLOCK: tl.constexpr):
+def holes_before(holes, counted, capacity, step, HOLE_SEARCH: tl.constexpr):
+    """Returns how many places of each stream's ring of holes, the oldest first, hold one before ``step`` or none."""
+    first = counted * 0
+    last = first + capacity
+    for _ in tl.static_range(HOLE_SEARCH):
+        middle = (first + last) // 2
+        before = (middle < capacity) & (tl.load(holes + (counted + middle) % capacity) < step)
+        first = tl.where(before, middle + 1, first)
+        last = tl.where(before, last, middle)
+    return first
+
+
+@triton.jit
+def ranges(positions, rows32, geometry, table, BLOCK: tl.constexpr, HOLE_SEARCH: tl.constexpr):
     """One program: how many rows can be sampled up to each stream, and the sampleable range of each stream.
 
-    ``table`` int64 ``[3, N]``: running number, first step, end.
+    ``table`` int64 ``[4, N]``: running number, first step, end, and, with ``HOLE_SEARCH`` steps of a search for holes,
+    how many places of the stream's ring of holes, the oldest first, hold none that lives.
     """
     num, capacity = tl.load(geometry), tl.load(geometry + 1)
     row_words, final_word = tl.load(geometry + 4), tl.load(geometry + 5)
@@ -41,7 +55,15 @@ def ranges(positions, rows32, geometry, table, BLOCK: tl.constexpr):
     high = tl.maximum(low, head - unknown.to(tl.int64))
     tl.store(table + num + stream, low, mask=inside)
     tl.store(table + 2 * num + stream, high, mask=inside)
-    tl.store(table + stream, tl.cumsum(tl.where(inside, high - low, 0), 0), mask=inside)
+    count = high - low
+    if HOLE_SEARCH > 0:
+        known, places = tl.minimum(stream, num - 1), tl.load(geometry + 7)
+        holes = positions + (7 + tl.load(geometry + 2)) * num + known * places
+        counted = tl.load(positions + 6 * num + known)
+        dead = holes_before(holes, counted, places, low, HOLE_SEARCH)
+        count -= holes_before(holes, counted, places, high, HOLE_SEARCH) - dead
+        tl.store(table + 3 * num + stream, dead, mask=inside)
+    tl.store(table + stream, tl.cumsum(tl.where(inside, count, 0), 0), mask=inside)
 
 
 @triton.jit
@@ -62,6 +84,7 @@ def transitions(
     SEARCH: tl.constexpr,
     REACH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HOLE_SEARCH: tl.constexpr,
     DRAWS: tl.constexpr = False,
 ):
     """Turns random numbers into rows, follows their returns and finds their successors; one lane a transition.
@@ -91,6 +114,21 @@ def transitions(
     before = tl.load(table + stream - 1, mask=stream > 0, other=0)
     step = tl.load(table + num + stream) + ordinal - before
     top = tl.load(table + 2 * num + stream)
+    if HOLE_SEARCH > 0:
+        # The i-th hole is stepped over by whoever is at or behind it after the i before it were.
+        places = tl.load(geometry + 7)
+        holes = positions + (7 + final_capacity) * num + stream * places
+        counted = tl.load(positions + 6 * num + stream)
+        dead = tl.load(table + 3 * num + stream)
+        passed = dead
+        beyond = dead * 0 + places
+        for _ in tl.static_range(HOLE_SEARCH):
+            middle = (passed + beyond) // 2
+            hole = tl.load(holes + (counted + middle) % places)
+            behind = (middle < places) & (hole - (middle - dead) <= step)
+            passed = tl.where(behind, middle + 1, passed)
+            beyond = tl.where(behind, beyond, middle)
+        step += passed - dead
     slot = step % capacity
     at = slot * num + stream
     final = tl.load(rows32 + at * row_words + final_word, mask=inside, other=0)
@@ -103,9 +141,12 @@ def transitions(
         for k in tl.static_range(1, REACH):
             alive = alive & (final == -1) & (step + k < top)
             later = (step + k) % capacity * num + stream
+            ending = tl.load(rows32 + later * row_words + final_word, mask=alive, other=0)
+            if HOLE_SEARCH > 0:
+                alive = alive & (ending != -3)
             reward = tl.load(rewards + later * row_words + reward_word, mask=alive, other=0.0)
             total += reward * tl.load(powers + k)
-            final = tl.where(alive, tl.load(rows32 + later * row_words + final_word, mask=alive, other=0), final)
+            final = tl.where(alive, ending, final)
             last_at = tl.where(alive, later, last_at)
             used += alive.to(tl.int64)
         tl.store(total_out + lane, total, mask=inside)

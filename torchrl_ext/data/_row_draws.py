@@ -20,10 +20,10 @@ EMPTY = "sample: the storage must hold a row whose successor is known, got {}. N
 
 def refuse_empty(block: SlotBlock) -> None:
     """Raises ``RuntimeError`` when no row of a block on a device can be drawn."""
-    # With two rows in one stream a row surely has its successor; only below that a device is asked.
+    # Of two rows behind the holes of a stream one surely has its successor; only below that a device is asked.
     if block.longest < 2:
         block.catch_up()
-    if (block.longest < 2 or block.may_have_holes) and not int(sampleable_counts(block)[2].sum()):
+    if block.longest < 2 and not int(sampleable_counts(block)[2].sum()):
         raise RuntimeError(EMPTY.format("none"))
 
 

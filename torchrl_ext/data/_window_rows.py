@@ -19,6 +19,7 @@ from torchrl_ext.data._transitions import _own_memory, _take
 from torchrl_ext.data._windows import Windows
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.layout import FOLLOWED, RowLayout
+from torchrl_ext.data.positions import holes_from
 
 _WORD = torch.complex128
 
@@ -172,6 +173,8 @@ def gather_fused(
     raw = torch.empty(fused.Outputs.nbytes(block, count * seq_len), dtype=torch.uint8, device=block.device)
     out = fused.Outputs(raw, block.layout.row_bytes, block.layout.successor_bytes, count * seq_len)
     first = row_offset[windows.stream] + windows.step
+    if block.may_have_holes:
+        first += holes_from(block, windows.stream, windows.step)
     torch.add(first.unsqueeze(-1), _ladder(seq_len, block.device), out=out.wide.view(count, seq_len))
     fused.launch(block, span, out, 1, 1.0)
     return raw[: plan.nbytes]

@@ -95,7 +95,7 @@ def sampleable(block: SlotBlock) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Returns ``low`` and ``high`` of :func:`sampleable_range`, and :attr:`Starts.row_offset` where kernels run."""
     if not fused.available(block):
         return *sampleable_range(block), None
-    running, low, high = fused.sampleable_table(block).unbind()  # one kernel instead of twenty
+    running, low, high, _ = fused.sampleable_table(block).unbind()  # one kernel instead of twenty
     return low, high, running - high
 
 
@@ -123,10 +123,10 @@ def valid_starts_numpy(block: SlotBlock, seq_len: int) -> Starts[np.ndarray]:
 
 def surely_valid(block: SlotBlock, seq_len: int) -> bool:
     """Whether the host knows, without asking a device, that a window may start somewhere."""
-    positions = block.np_positions
-    low = np.maximum(positions[TAIL], positions[RESERVED] - block.capacity)
+    if block.longest <= seq_len:
+        block.catch_up()
     # One row more than a window: whether the newest has its successor only the device knows.
-    return not block.may_have_holes and bool((positions[HEAD] - low).max() > seq_len)
+    return block.longest > seq_len
 
 
 def draw_from(

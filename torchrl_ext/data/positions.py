@@ -41,6 +41,11 @@ def live_holes(block: SlotBlock, low: torch.Tensor) -> torch.Tensor:
     return torch.where(holes >= low.unsqueeze(-1), holes, 2**62).sort(-1).values
 
 
+def holes_from(block: SlotBlock, stream: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Returns how many holes of their streams lie at or behind live steps, int64 like ``step``."""
+    return (block.hole_step[stream] >= step.unsqueeze(-1)).sum(-1)
+
+
 def generation_of(block: SlotBlock, slot: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     """Returns ``last step written // capacity`` of rows, ``-1`` where no live row is (out of range included)."""
     capacity, num_streams = block.capacity, block.num_streams
