@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -29,10 +31,12 @@ from torchrl_ext.data import (
     SlotStorage,
     TransitionSampler,
     _fused,
+    _slot_write,
 )
-from torchrl_ext.data._block import SlotBlock
+from torchrl_ext.data._block import FINALS, SlotBlock
 from torchrl_ext.data.batch_pool import BatchPool, PinnedPool
 from torchrl_ext.data.layout import HOLE
+from torchrl_ext.data.packing import check_run, find_ends, write_rows
 from torchrl_ext.data.streams import current_stream
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -144,7 +148,7 @@ def filled(
             run = replace(run, tail=None) if holes else run
         buffer.extend_batch(run, streams=slice(0, width))
         if holes and turn % 2:
-            buffer.end_streams(slice(turn, width, 1 + turn % 3))
+            buffer.end_streams(slice(turn, turn + 10))
     return buffer
 
 
@@ -201,6 +205,116 @@ class TestBatchesThatLeaveTheHost:
         assert torch.equal(sample["observation"].reshape(-1).cpu(), 1000.0 * stream + slot)
 
 
+class OnDevice(torch.Tensor):
+    """Host memory that, like that of a device, NumPy does not see."""
+
+    def numpy(self, *_: object, **__: object) -> None:
+        raise TypeError("can't convert a tensor on a device to numpy")
+
+    def cpu(self, *_: object, **__: object) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def ended(device: str = "cpu") -> TensorDict:
+    """Three steps of two streams, the first of which ends at its second step."""
+    t = torch.arange(6.0).view(3, 2, 1)
+    done = torch.zeros(3, 2, 1, dtype=torch.bool)
+    done[1, 0] = True
+    following = {"observation": t + 100, "reward": t, "done": done, "terminated": done.clone()}
+    return TensorDict({"observation": t, "next": following}, [3, 2]).to(device)
+
+
+def assert_same_state(storage: SlotStorage, other: SlotStorage) -> None:
+    state, wanted = storage.state_dict(), other.state_dict()
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value, name
+
+
+class TestRunsOfAnotherDevice:
+    """Contract: a storage on the host takes runs whose fields lie on a device, and has them when the call returns."""
+
+    def test_final_observations_and_pending_successors_are_brought_to_the_host(self):
+        plain, storage = SlotStorage(8, 2), SlotStorage(8, 2)
+
+        def found_on_a_device(*args):
+            found = find_ends(*args)
+            return replace(found, finals=found.finals.as_subclass(OnDevice), tail=found.tail.as_subclass(OnDevice))
+
+        for _ in range(2):
+            plain.extend_batch(ended())
+            with mock.patch.object(_slot_write, "find_ends", found_on_a_device):
+                storage.extend_batch(ended())
+        assert_same_state(storage, plain)
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+    def test_only_rows_on_a_device_are_copied_without_waiting(self, device, monkeypatch):
+        """Nothing would keep a reader from looking at rows on the host before they are there."""
+        run = ended()
+        layout = RowLayout.from_tensordict(run)
+        rows = torch.zeros(3, 2, layout.row_bytes, dtype=torch.uint8, device=device)
+        copied, copy = [], torch.Tensor.copy_
+
+        def copy_and_tell(rows, fields, *, non_blocking=False):
+            copied.append(non_blocking)
+            return copy(rows, fields, non_blocking=non_blocking)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_and_tell)
+        write_rows(layout, check_run(layout, run, where="test", extra="raise"), rows, slice(None))
+        assert copied == [device == "cuda"] * len(layout.fields)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("pinned", [False, True])
+    @pytest.mark.parametrize("num_streams", [1, 2])
+    def test_a_run_on_cuda_is_stored_as_one_on_the_host(self, pinned, num_streams):
+        plain, storage = SlotStorage(8, num_streams, pinned=pinned), SlotStorage(8, num_streams, pinned=pinned)
+        for steps in (3, 1, 1, 3):
+            run = ended()[:steps, :num_streams]
+            plain.extend_batch(run)
+            moved = run.to("cuda")
+            torch.cuda.synchronize()
+            torch.cuda._sleep(200_000_000)
+            storage.extend_batch(moved)
+            assert_same_state(storage, plain)
+
+
+class Launched:
+    """Stands for a kernel and keeps what it was launched with."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Launched:
+        return self
+
+    def __call__(self, *args: object, **_: object) -> None:
+        self.args = args
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda finals: finals,
+        lambda finals: torch.cat([finals, finals + 1], 1)[:, : finals.shape[1]],
+        lambda finals: torch.cat([finals, finals[:, :4]], 1),
+        lambda finals: torch.cat([finals[:, :4], finals], 1)[:, 4:],
+        lambda finals: finals.repeat_interleave(2, 0)[::2],
+        lambda finals: finals.repeat_interleave(2, 1)[:, ::2],
+        lambda finals: finals[:1].expand_as(finals),
+    ],
+    ids=["dense", "wider", "odd width", "odd start", "every other row", "every other byte", "one for all"],
+)
+def test_kernels_are_told_where_final_observations_lie(lie):
+    """A packed run may hold them in any memory; the kernel that stores them counts in words of 8 bytes."""
+    layout = RowLayout.from_tensordict(ended())
+    finals = torch.arange(3 * layout.successor_bytes, dtype=torch.uint8).view(3, -1)
+    finals = lie(finals)
+    launched = Launched()
+    with mock.patch.object(_fused, "_kernels", lambda: SimpleNamespace(place_finals=launched)):
+        block = SlotStorage(8, 2, layout=layout).block
+        _fused.write_finals(block, np.zeros((5, 3), np.int64), finals, once=True)
+    words, stride = launched.args[1], launched.args[8]
+    read = words.as_strided((3, layout.successor_bytes // 8), (stride, 1))
+    assert torch.equal(read.contiguous().view(torch.uint8), finals[:, : layout.successor_bytes])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestCuda:
@@ -227,13 +341,12 @@ class TestCuda:
                 assert torch.equal(fused[key], plain[key]), key
 
     def test_kernels_find_the_windows_of_the_torch_operations_beside_holes(self):
-        buffer, made = filled("cuda", holes=True), []
-        buffer.sampler = SequenceSampler(3)
+        storage, made = filled("cuda", holes=True).storage, []
         for usable in (True, False):
             with mock.patch.object(_fused, "available", lambda block, usable=usable: usable):
-                buffer.storage.block.sampleable = None
-                buffer.sampler = SequenceSampler(3)
-                buffer.set_rng(torch.Generator("cuda").manual_seed(3))
+                storage.block.sampleable = None
+                generator = torch.Generator("cuda").manual_seed(3)
+                buffer = SlotReplayBuffer(storage=storage, sampler=SequenceSampler(3), generator=generator)
                 made.append(buffer.sample(300))
         for key in made[1].keys(True, True):
             assert torch.equal(made[0][key], made[1][key]), key
@@ -269,6 +382,32 @@ class TestCuda:
         for name in ("positions", "ring", "final_step"):
             assert torch.equal(kernels[name], plain[name]), name
             assert torch.equal(kernels[name], host[name]), name
+
+    @pytest.mark.parametrize("usable", [True, False], ids=["kernels", "torch operations"])
+    @pytest.mark.parametrize("twice", [False, True])
+    def test_final_observations_may_be_part_of_wider_rows(self, usable, twice):
+        """``finals`` and ``tail`` as columns of larger memory, whose rows do not lie one behind the other."""
+        run = ended()
+        if twice:
+            run["next", "done"][2, 0] = run["next", "terminated"][2, 0] = True
+        packed = RowLayout.from_tensordict(run).pack(run)
+        host = SlotStorage(8, 2, layout=packed.layout, final_capacity=9)
+        storage = SlotStorage(8, 2, layout=packed.layout, device="cuda", final_capacity=9)
+        host.extend_batch(packed)
+
+        def wider(part: torch.Tensor) -> torch.Tensor:
+            wide = torch.full((len(part), 3 * part.shape[1]), 77, dtype=torch.uint8, device="cuda")
+            wide[:, : part.shape[1]] = part
+            return wide[:, : part.shape[1]]
+
+        with mock.patch.object(_fused, "available", lambda block: usable):
+            storage.extend_batch(
+                replace(packed, rows=packed.rows.cuda(), finals=wider(packed.finals), tail=wider(packed.tail))
+            )
+        state, wanted = storage.state_dict(), host.state_dict()
+        live = [s * 9 + q for s, count in enumerate(wanted["positions"][FINALS].tolist()) for q in range(count + 1)]
+        assert torch.equal(state["ring"], wanted["ring"])
+        assert torch.equal(state["side"][live], wanted["side"][live])
 
     @pytest.mark.parametrize("n_steps", [1, 3])
     def test_writing_and_sampling_do_not_synchronise(self, n_steps):
