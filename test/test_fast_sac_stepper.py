@@ -675,6 +675,14 @@ class TestFallback:
         assert stepper.launched == [1] * 5 and learner.updates == 5
         assert len(said) == 1 and reason in said[0]
 
+    @pytest.mark.parametrize("stepper", [False, True])
+    def test_a_negative_number_of_updates_is_refused(self, stepper):
+        learner = make_learner()
+        learner._stepper = FastSACStepper(learner, capture=False) if stepper else None
+        with pytest.raises(ValueError, match="updates must not be negative, got -1. No step was taken"):
+            learner.update_from(filled_replay(), -1)
+        assert learner.updates == 0
+
     def test_a_stock_replay_is_sampled_before_each_launch(self):
         replay = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=32)
         replay.extend(make_batch(64))

@@ -1268,7 +1268,12 @@ BAD = {
     "policy_device": (lambda: {"policy_device": "cuda:77"}, ValueError, "device 'cuda:77' must exist"),
     "storing_device": (lambda: {"storing_device": "cuda:77"}, ValueError, "device 'cuda:77' must exist"),
     "ring_slots beyond memory": (lambda: {"ring_slots": 10**11}, MemoryError, r"need .*\d.* are free"),
-    "one ring slot": (lambda: {"ring_slots": 1}, ValueError, "at least 2"),
+    "one ring slot": (lambda: {"ring_slots": 1}, ValueError, "ring_slots must be an int of at least 2, got 1"),
+    "part of a ring slot": (lambda: {"ring_slots": 8.0}, ValueError, "ring_slots must be an int .* got 8.0"),
+    "init_random_frames": (lambda: {"init_random_frames": -3}, ValueError, "init_random_frames .* at least 0, got -3"),
+    "max_restarts": (lambda: {"max_restarts": -1}, ValueError, "max_restarts must be an int of at least 0, got -1"),
+    "stall_timeout": (lambda: {"stall_timeout": 0}, ValueError, "stall_timeout must be a positive .* got 0"),
+    "boot_timeout": (lambda: {"boot_timeout": -1.0}, ValueError, "boot_timeout must be a positive .* got -1.0"),
     "another scheme": (
         lambda: {"policy": constant(1), "weight_sync_schemes": {"policy": MultiProcessWeightSyncScheme()}},
         TypeError,

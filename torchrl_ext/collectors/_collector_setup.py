@@ -20,6 +20,7 @@ __all__ = [
     "check_choices",
     "check_frames",
     "check_memory",
+    "check_numbers",
     "check_storage",
     "device_of",
     "frames_unit",
@@ -49,6 +50,20 @@ def check_choices(
             f"RingCollector: {option} must come without a replay_buffer, which is filled as rows come. Nothing was "
             "started; hold workers back with hold_at."
         )
+
+
+def check_numbers(counts: Mapping[str, tuple[Any, int]], seconds: Mapping[str, float]) -> None:
+    """Raises unless counts, which come with the least allowed, are whole numbers (or None) and seconds are positive."""
+    for name, (value, least) in counts.items():
+        if value is not None and (not isinstance(value, Integral) or value < least):
+            raise ValueError(
+                f"RingCollector: {name} must be an int of at least {least}, got {value!r}. Nothing was started."
+            )
+    for name, duration in seconds.items():
+        if not duration > 0:
+            raise ValueError(
+                f"RingCollector: {name} must be a positive number of seconds, got {duration!r}. Nothing was started."
+            )
 
 
 def frames_unit(widths: Sequence[int], *, whole: bool) -> int:

@@ -208,7 +208,15 @@ class FastSACLearner:
                 self._give_up(reason)
 
     def update_from(self, replay: ReplayBuffer, updates: int) -> dict[str, Tensor]:
-        """Samples and takes ``updates`` gradient steps; returns the metrics of the last one (none for 0)."""
+        """Samples and takes ``updates`` gradient steps; returns the metrics of the last one (none for 0).
+
+        Raises:
+            ValueError: for a negative number. No step was taken.
+        """
+        if updates < 0:
+            raise ValueError(
+                f"FastSACLearner.update_from: updates must not be negative, got {updates}. No step was taken."
+            )
         left = updates
         while left and self._stepper is not None:
             try:
