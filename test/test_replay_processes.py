@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 import torch.multiprocessing as mp
 from tensordict import TensorDict
 
-from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler, checkpoint
 from torchrl_ext.data._block import HEAD, RESERVED
+from torchrl_ext.data.draws import sampleable_counts
 from torchrl_ext.data.positions import snapshot, undisturbed
 
 STREAMS, CAPACITY, DEADLINE = 4, 16, 60.0
@@ -92,6 +94,71 @@ class TestTwoProcesses:
             stop.set()
             process.join(DEADLINE)
         assert not process.is_alive(), "the writer did not stop"
+
+
+def assert_whole(storage: SlotStorage) -> None:
+    """Every row that can be sampled, if there is one, has the fields of one step and the successor of that step."""
+    if not int(sampleable_counts(storage.block)[2].sum()):
+        return
+    sample = SlotReplayBuffer(storage=storage, batch_size=256).sample()
+    t = sample["observation"][:, :1]
+    assert torch.equal(sample["observation"], t.expand(-1, 64)), "fields of two steps in one row"
+    after = torch.where(sample["next", "done"], -t, t + 1)
+    assert torch.equal(sample["next", "observation"], after.expand(-1, 64)), "a successor of another row"
+    slot = sample["index"][:, 0]
+    assert torch.equal(t[:, 0].long(), sample["index_generation"] * CAPACITY + slot), "a row of another step"
+
+
+class TestSavingBesideAWriter:
+    """Contract: a state that is saved while another process writes has whole rows with their successors only."""
+
+    @pytest.mark.parametrize("written", [5, 40])
+    @pytest.mark.parametrize("during", range(1, 6))
+    @pytest.mark.parametrize("change", ["1 step", "3 steps", "a lap", "a part", "cut", "empty"])
+    def test_nothing_torn_is_saved(self, change, during, written, tmp_path, monkeypatch):
+        """Forced: the other process writes while one tensor after the other is copied, halfway through it."""
+        storage = make_storage("file", tmp_path)
+        storage.extend_batch(replace(storage.layout.pack(run(0, written)), tail=None))
+        other, copied = SlotStorage.open(str(tmp_path / "replay")), []
+
+        def change_it():
+            if change == "cut":
+                other.end_streams(slice(0, 2))
+            elif change == "empty":
+                other.empty()
+            elif change == "a part":  # killed in its write: reserved, half a row written, never published
+                other.block.np_positions[RESERVED] += 2
+                other.block.ring[written % CAPACITY, :, :100] = 77
+            else:
+                other.extend_batch(run(written, {"1 step": 1, "3 steps": 3, "a lap": CAPACITY}[change]))
+
+        def host_copy(tensor):
+            copied.append(tensor)
+            copy = tensor.clone()
+            if len(copied) == during:
+                change_it()
+                copy[len(copy) // 2 :] = tensor[len(copy) // 2 :]
+            return copy
+
+        monkeypatch.setattr(checkpoint, "host_copy", host_copy)
+        state = storage.state_dict()
+        assert len(copied) == 5
+        restored = SlotStorage(CAPACITY, STREAMS, final_capacity=CAPACITY + 1)
+        restored.load_state_dict(state)
+        head = int(restored.head[0])
+        assert restored.head.tolist() == [head] * STREAMS or change == "cut"
+        assert_whole(restored)
+        for steps in (1, 2, 5, 11) if change != "cut" else ():
+            restored.extend_batch(run(int(restored.head[0]), steps))
+            assert_whole(restored)
+
+    def test_newest_row_that_is_a_hole_is_saved_where_nothing_changes(self, tmp_path):
+        storage = make_storage("file", tmp_path)
+        storage.extend_batch(replace(storage.layout.pack(run(0, 5)), tail=None))
+        storage.end_streams()
+        restored = SlotStorage(CAPACITY, STREAMS, final_capacity=CAPACITY + 1)
+        restored.load_state_dict(storage.state_dict())
+        assert restored.head.tolist() == [5] * STREAMS and restored.block.may_have_holes
 
 
 def test_reopened_file_has_the_rows_and_positions(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from torchrl_ext.data._block import CUT, HEAD, NEWEST, RESERVED, TAIL, SlotBlock
+from torchrl_ext.data._block import CUT, HEAD, HOLES, NEWEST, RESERVED, TAIL, UNKNOWN, SlotBlock
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.positions import newest_state
 from torchrl_ext.data.sizing import POSITION_ROWS
@@ -27,14 +27,18 @@ _TENSORS = ("positions", "final_step", "hole_step", "ring", "side")
 
 
 def save_state(block: SlotBlock | None) -> dict[str, Any]:
-    """Returns plain values and host copies of all that lives; slots that were never written are left out."""
+    """Returns plain values and host copies of all that lives; slots that were never written are left out.
+
+    What writers in other processes touched meanwhile is left out too, so that no saved row is torn.
+    """
     if block is None:
         return {"format": _FORMAT, "geometry": None}
     if block.on_device and block.device.type == "cuda":
         torch.cuda.synchronize(block.device)  # writes from other streams must have landed
     used = block.used_slots()
-    positions = block.positions.clone()
-    positions[NEWEST] = newest_state(block)
+    positions = host_copy(block.positions)  # before all others: what they change from here on is told by comparing
+    if block.on_device:
+        positions[NEWEST] = host_copy(newest_state(block))
     tensors = {
         "positions": positions,
         "final_step": block.final_step,
@@ -42,8 +46,36 @@ def save_state(block: SlotBlock | None) -> dict[str, Any]:
         "ring": block.ring[:used],
         "side": block.rows[block.side_start : block.sink],
     }
-    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    copies = {name: tensor if name == "positions" else host_copy(tensor) for name, tensor in tensors.items()}
+    if block.kind in ("shared", "file"):
+        _leave_out_changes(block, copies)
     return {"format": _FORMAT, "geometry": block.geometry(), **copies}
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the host."""
+    return tensor.detach().cpu().clone()
+
+
+def _leave_out_changes(block: SlotBlock, copies: dict[str, torch.Tensor]) -> None:
+    """Makes copies say of each stream what was there before and after they were taken.
+
+    Rows that a writer reserved meanwhile are not live, as after a writer that was killed; nor is the newest row of a
+    stream that changed, whose successor may have been settled in between.
+    """
+    positions, now = copies["positions"].numpy(), block.np_positions.copy()
+    busy = (now != positions).any(0) | (positions[RESERVED] != positions[HEAD])
+    # The newest row may be a hole, which is then not counted.
+    place = (positions[HOLES] - 1) % block.hole_capacity
+    holes = copies["hole_step"].numpy()
+    newest = positions[HEAD] - 1
+    positions[HOLES] -= busy & (positions[HOLES] > 0) & (holes[np.arange(block.num_streams), place] == newest)
+    holes[holes >= np.where(busy, newest, positions[HEAD])[:, None]] = -1
+    positions[TAIL] = now[TAIL]
+    positions[HEAD] = np.maximum(positions[HEAD] - busy, now[TAIL])
+    positions[RESERVED] = np.maximum(positions[HEAD], now[RESERVED])
+    positions[NEWEST, busy] = UNKNOWN
+    copies["ring"] = copies["ring"][: int((positions[HEAD] - positions[TAIL]).max())]
 
 
 def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None:
@@ -114,7 +146,8 @@ def load_state(storage: SlotStorage, state: dict[str, Any]) -> None:
         block = storage._make_block(layout, *sizes)
     block.sampleable = None
     block.positions.copy_(state["positions"])
-    block.positions[RESERVED] = block.positions[HEAD]
+    # Rows that a writer had reserved and not published are torn.
+    torch.maximum(block.positions[RESERVED], block.positions[HEAD], out=block.positions[RESERVED])
     block.final_step.copy_(state["final_step"])
     block.hole_step.copy_(state["hole_step"])
     block.ring[: len(state["ring"])].copy_(state["ring"])
