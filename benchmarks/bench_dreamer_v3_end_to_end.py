@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -39,6 +40,8 @@ for _path in (SCRIPT, SCRIPT.parent):
 
 IMPLEMENTATIONS = ("ours", "torchrl")
 RATES = ("env_steps_per_second", "updates_per_second")
+#: Seconds beyond ``--limit`` for the last evaluation and the end of the workers; what then still runs hangs.
+GRACE_S = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -143,13 +146,24 @@ def _measure(impl: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     else:
         command = [str(ROOT / "benchmarks" / "peers" / "torchrl_dreamer.py"), *shared, "--set", *args.set]
         command += ["--peer", *args.peer] + (["--recipe", args.recipe] if args.recipe else [])
-    with open(out / "errors.txt", "w", encoding="utf-8") as errors:
-        done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-    (out / "output.txt").write_text(done.stdout, encoding="utf-8")
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
-        said = (out / "errors.txt").read_text(encoding="utf-8").strip().splitlines()
-        return {"impl": impl, "error": said[-1] if said else f"exit code {done.returncode}", "output": str(out)}
+    with open(out / "output.txt", "wb") as output, open(out / "errors.txt", "wb") as errors:
+        run = subprocess.Popen([sys.executable, *command], stdout=output, stderr=errors, start_new_session=True)
+        try:
+            status = run.wait(args.limit + GRACE_S)
+        except subprocess.TimeoutExpired:
+            late = f"it must end within --limit={args.limit:g} s, and {GRACE_S:g} s for the rest; it was ended."
+            return {"impl": impl, "error": late, "output": str(out)}
+        finally:
+            # With its workers, however it or this process ends.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    lines, said = (
+        (out / name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        for name in ("output.txt", "errors.txt")
+    )
+    if status or not lines or not lines[-1].startswith("{"):
+        return {"impl": impl, "error": said[-1] if said else f"exit code {status}", "output": str(out)}
     return json.loads(lines[-1])
 
 
@@ -166,7 +180,7 @@ def _report(args: argparse.Namespace, results: Mapping[str, Sequence[dict[str, A
 
 
 def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the run itself, or medians of the numbers of several."""
+    """Returns medians of the numbers of the runs that ended well, else the first run."""
     good = [run for run in runs if "error" not in run]
     if not good:
         return dict(runs[0])

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # a line for each storage of each peer otherwise
     sizes = [SIZES[name] for name in args.sizes]
-    lines = []
+    lines: list[str] = []
     try:
         for name, function in functions.items():
             for record in run_case(name, function, device, sizes=sizes, rounds=args.rounds, clock=args.clock):
@@ -58,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(lines[-1], flush=True)
     except ValueError as error:  # a case that has nothing to measure on the device
         return _fail(f"compare.py: {error}")
-    if args.out is not None:
-        args.out.write_text("".join(f"{line}\n" for line in lines))
+    finally:
+        # Also what came before an error or a Ctrl-C: it took minutes.
+        if args.out is not None and lines:
+            args.out.write_text("".join(f"{line}\n" for line in lines))
     return 0
 
 
@@ -152,6 +154,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _report(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {path}")
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Compare torchrl_ext with its peers and the hardware limit, one JSON line per configuration.",
@@ -165,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes", nargs="+", choices=tuple(SIZES), default=("small", "large"), help="default: small large"
     )
-    parser.add_argument("--out", type=Path, help="file that receives the same lines")
+    parser.add_argument("--out", type=_report, help="file that receives the same lines")
     return parser
 
 

@@ -39,6 +39,7 @@ from benchmarks.revision_trees import (
     SIGNALS,
     CompareError,
     commit_of,
+    signals_wait,
     snapshot,
     take_definitions,
     worktree,
@@ -113,25 +114,29 @@ def _run(tree: Path, side: str, options: list[str], report: Path, *, seconds: fl
     # First on the path, before what is installed: an editable installation would measure one tree twice.
     env |= {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
     output = report.with_suffix(".log")
+    process = None
     with output.open("w") as log:
-        process = subprocess.Popen(
-            [*command, *options, f"--benchmark-json={report}"],
-            cwd=tree,
-            env=env,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
         try:
+            with signals_wait():  # until the run is known, and so can be ended
+                process = subprocess.Popen(
+                    [*command, *options, f"--benchmark-json={report}"],
+                    cwd=tree,
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=_hear_signals,
+                )
             status = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise CompareError(f"a run of {side} took more than {seconds:g} s; --run-timeout allows more.") from None
         finally:
-            # Its own workers too: a benchmark that was cut short has not ended them.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            if process is not None:
+                # Its own workers too: a benchmark that was cut short has not ended them.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     tail = "".join(output.read_text(errors="replace").splitlines(keepends=True)[-20:])
     samples = _read(report)
     if not samples:
@@ -148,6 +153,11 @@ def _read(report: Path) -> Samples:
     except (OSError, ValueError, KeyError):
         return {}
     return {entry["fullname"]: entry["stats"]["data"] for entry in benchmarks if entry["stats"]["data"]}
+
+
+def _hear_signals() -> None:
+    """In the run: what waits in this process must not wait in its benchmarks, which end workers by it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _leave(*_: object) -> NoReturn:

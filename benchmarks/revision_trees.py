@@ -39,15 +39,15 @@ def worktree(repository: Path, commit: str, path: Path) -> Iterator[Path]:
             raise CompareError(f"git cannot lay out {commit[:12]}: {_last_line(done.stderr)}")
         yield path
     finally:
-        with _signals_wait():
+        with signals_wait():
             if _git(repository, "worktree", "remove", "--force", str(path)).returncode:
                 shutil.rmtree(path, ignore_errors=True)
                 _git(repository, "worktree", "prune")
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Keeps signals for later, from git too: half a removal would leave the worktree registered."""
+def signals_wait() -> Iterator[None]:
+    """Keeps signals for later, from processes too: half a removal would leave the worktree registered."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from _github_form import EVENTS as FORMS
+from _github_form import departures
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".github" / "scripts" / "benchmark_decision.py"
@@ -26,10 +28,11 @@ sys.modules["benchmark_decision"] = decision  # its dataclass looks itself up
 _spec.loader.exec_module(decision)
 
 PULL = "pull_request"
-#: Payload (in the form that GitHub sends, cut down), name of the event, suite or None, a word of the reason.
+#: Payload (in the form that GitHub sends, not recorded), name of the event, suite or None, a word of the reason.
 EXPECTED = [
     ("closed_merged_with_trigger", "pull_request_target", "full", "merged into main"),
     ("closed_unmerged_with_trigger", "pull_request_target", None, "without a merge"),
+    ("closed_merged_unlabelled", "pull_request_target", None, "no label"),
     ("closed_merged_without_label", "pull_request_target", None, "no label"),
     ("closed_merged_with_upload_only", "pull_request_target", None, "no label"),
     ("closed_merged_into_other_branch", "pull_request_target", None, "another branch"),
@@ -62,6 +65,67 @@ def run_script(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+class TestPayloads:
+    """Contract: the payloads are written by hand, none was recorded; each has the keys and types of GitHub's event of
+    its kind, all of them and no others, and its values agree with each other and with the labels of the repository."""
+
+    FILES = sorted(EVENTS.glob("*.json"))
+    PULLS = [path.stem for path in FILES if path.stem.split("_")[0] in ("closed", "labeled", "synchronize")]
+
+    @pytest.mark.parametrize("name", [path.stem for path in FILES if path.stem != "schedule"])
+    def test_a_payload_has_the_form_of_its_event(self, name):
+        (kind,) = [kind for kind in FORMS if name.startswith(kind)]
+        event = payload(name)
+        assert departures(event, FORMS[kind]) == []
+        assert event.get("action", kind) == kind
+
+    def test_a_departure_from_the_form_is_found(self):
+        event = payload("closed_merged_with_trigger")
+        del event["organization"], event["pull_request"]["merged_by"]["login"]
+        event["pull_request"] |= {"merged": None, "number": "214", "squashed": True, "merged_at": "yesterday"}
+        assert departures(event, FORMS["closed"]) == [
+            "event.organization is missing",
+            "event.pull_request.squashed is not sent",
+            "event.pull_request.number must be of type int",
+            "event.pull_request.merged must be of type bool",
+            r"event.pull_request.merged_at must match \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|[+-]\d\d:\d\d)",
+            "event.pull_request.merged_by.login is missing",
+        ]
+
+    @pytest.mark.parametrize("name", PULLS)
+    def test_the_values_of_a_pull_request_agree(self, name):
+        event = payload(name)
+        pull, action = event["pull_request"], event["action"]
+        closed, merged = pull["state"] == "closed", pull["merged"]
+        assert pull["state"] in ("open", "closed") and (closed or not merged)
+        assert (pull["closed_at"] is not None, pull["merged_at"] is not None) == (closed, merged)
+        assert (pull["merged_by"] is not None, pull["mergeable"] is None) == (merged, closed)
+        assert (pull["merge_commit_sha"] == payload("push")["after"]) == merged
+        assert pull["number"] == event["number"] and pull["url"].endswith(f"/pulls/{event['number']}")
+        assert pull["base"]["repo"]["full_name"] == event["repository"]["full_name"]
+        for side in (pull["head"], pull["base"]):
+            assert side["label"] == f"{side['user']['login']}:{side['ref']}"
+            assert side["repo"]["full_name"].startswith(f"{side['user']['login']}/")
+        assert pull["head"]["repo"]["fork"] == (pull["head"]["user"]["login"] != event["organization"]["login"])
+        assert action != "closed" or closed
+        assert action != "labeled" or event["label"] in pull["labels"]
+        assert action != "synchronize" or event["after"] == pull["head"]["sha"] != event["before"]
+
+    def test_labels_are_those_of_the_repository(self):
+        text = (ROOT / ".github" / "labels.yml").read_text(encoding="utf-8")
+        known = re.findall(r'^- name: (.+)\n  color: "(.+)"\n  description: (.+)$', text, re.MULTILINE)
+        used = {
+            tuple(label[key] for key in ("name", "color", "description"))
+            for name in self.PULLS
+            for label in payload(name)["pull_request"]["labels"]
+        }
+        assert used and used <= set(known)
+
+    def test_the_folder_says_that_they_were_not_recorded(self):
+        text = (EVENTS / "README.md").read_text(encoding="utf-8")
+        assert "not recorded" in text
+
+
 class TestDecision:
     """Contract: only a label that asks for it, a merge, a dispatch or the night run benchmarks, and the reason says
     why or why not."""
@@ -75,6 +139,19 @@ class TestDecision:
     def test_every_payload_is_decided(self):
         files = {path.stem for path in EVENTS.glob("*.json")}
         assert files == {line[0] for line in EXPECTED} | {"workflow_dispatch_unknown_suite"}
+
+    @pytest.mark.parametrize(("name", "event"), [line[:2] for line in EXPECTED], ids=[line[0] for line in EXPECTED])
+    def test_what_is_read_of_a_payload_is_what_the_folder_says(self, name, event):
+        whole = payload(name)
+        read = {key: whole[key] for key in ("action", "inputs") if key in whole}
+        if "label" in whole:
+            read["label"] = {"name": whole["label"]["name"]}
+        if "pull_request" in whole:
+            pull = whole["pull_request"]
+            labels = [{"name": label["name"]} for label in pull["labels"]]
+            state = {key: pull[key] for key in ("state", "merged")}
+            read["pull_request"] = {**state, "base": {"ref": pull["base"]["ref"]}, "labels": labels}
+        assert decision.decide(event, read) == decision.decide(event, whole)
 
     def test_both_events_of_a_pull_request_are_read_alike(self):
         for name, event, *_ in EXPECTED:
@@ -115,6 +192,15 @@ class TestScript:
         done = run_script("--name", PULL, "--event", str(event))
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "benchmark_decision.py: the payload of pull_request has no 'pull_request'.\n"
+
+    @pytest.mark.parametrize("name", ["workflow_dispatch", PULL])
+    @pytest.mark.parametrize("text", ["[]", "null", '{"pull_request": null, "inputs": ["full"], "action": "closed"}'])
+    def test_a_payload_that_is_no_object_of_objects_is_refused(self, tmp_path, name, text):
+        event = tmp_path / "event.json"
+        event.write_text(text)
+        done = run_script("--name", name, "--event", str(event))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"benchmark_decision.py: the payload of {name} is not of GitHub's form.\n"
 
     def test_it_needs_an_event(self):
         done = run_script()
@@ -174,7 +260,8 @@ class TestWorkflows:
         text = (ROOT / ".github" / "labels.yml").read_text(encoding="utf-8")
         names = re.findall(r"^- name: (\S+)$", text, re.MULTILINE)
         assert {decision.UPLOAD_LABEL, decision.TRIGGER_LABEL} <= set(names) and len(set(names)) == len(names)
-        assert len(re.findall(r"^  color: [0-9a-f]{6}$", text, re.MULTILINE)) == len(names)
+        # Quoted: 5319e7 alone is a number in YAML 1.2.
+        assert len(re.findall(r'^  color: "[0-9a-f]{6}"$', text, re.MULTILINE)) == len(names)
         descriptions = re.findall(r"^  description: (.+)$", text, re.MULTILINE)
         assert len(descriptions) == len(names) and max(map(len, descriptions)) <= 100  # GitHub's limit
 

@@ -16,6 +16,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # torchrl's wheel installs a package ``benchmarks`` too
+
+from benchmarks import compare_revisions  # noqa: E402
+
 SCRIPT = ROOT / "benchmarks" / "compare_revisions.py"
 DEADLINE_S = 60.0
 
@@ -193,6 +197,7 @@ class TestTrees:
         assert "base measured nothing" in done.stderr and not trace.exists()
 
 
+NOTHING_IS_BLOCKED = "assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
 IGNORED_IS_ABSENT = 'assert importlib.util.find_spec("ignored") is None\n'
 
 
@@ -252,6 +257,35 @@ class TestErrors:
         assert process.returncode == 130
         assert err.endswith("compare_revisions.py: interrupted; the worktrees are removed.\n")
         wait_until(lambda: not Path(f"/proc/{started.read_text()}").exists())
+
+    def test_a_signal_while_a_run_is_being_started_ends_it(self, repository, monkeypatch):
+        started = []
+
+        class Popen(subprocess.Popen):
+            def __init__(self, command, **options):
+                super().__init__(command, **options)
+                if "pytest" in command:
+                    started.append(self)
+                    os.kill(os.getpid(), signal.SIGTERM)  # before anybody knows of the process
+
+        repository.write("torchrl_ext/__init__.py", "SECONDS = 1000.0\n")
+        repository.commit()
+        monkeypatch.setattr(tempfile, "tempdir", str(repository.path.parent))
+        monkeypatch.setattr(subprocess, "Popen", Popen)
+        try:
+            arguments = ["HEAD", "--repository", str(repository.path), "-k", "test_wait and not test_other"]
+            assert compare_revisions.main(arguments) == 130
+            (run,) = started
+            assert run.poll() == -signal.SIGKILL
+        finally:
+            for run in started:
+                run.kill()
+                run.wait()
+
+    def test_a_run_may_be_sent_the_signals_that_wait_while_it_is_started(self, repository):
+        repository.write("torchrl_ext/__init__.py", f"import signal\n{FAST}" + NOTHING_IS_BLOCKED)
+        done = repository.compare("HEAD", "--threshold", "99")
+        assert done.returncode == 0, done.stderr
 
     def test_a_signal_while_worktrees_are_removed_waits_for_that(self, repository, tmp_path, monkeypatch):
         git_that(tmp_path, monkeypatch, when="worktree remove", does="kill -TERM $PPID; sleep 0.2")

@@ -8,6 +8,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # torchrl's wheel installs a package named ``benchmarks`` as well
 
 from benchmarks import cases, compare  # noqa: E402 (the path above must be set first)
-from benchmarks.peers import PeerUnavailableError, motrixlab  # noqa: E402
+from benchmarks.peers import PeerUnavailableError, motrixlab, motrixlab_weights  # noqa: E402
 from benchmarks.presets import LARGE, SMALL, TINY, ReplaySizes  # noqa: E402
 from benchmarks.timing import Candidate, Timing, interleave, round_order, summarise  # noqa: E402
 
@@ -223,6 +224,31 @@ class TestCommandLine:
         assert done.returncode == 2
         assert done.stderr.startswith("compare.py: unknown case 'nothing'")
 
+    @pytest.mark.parametrize("out", ["nowhere/report.jsonl", "."])
+    def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
+        self, fake_case, tmp_path, capsys, out
+    ):
+        with pytest.raises(SystemExit) as caught:
+            compare.main([fake_case, "--out", str(tmp_path / out)])
+        said, err = capsys.readouterr()
+        assert (caught.value.code, said) == (2, "")
+        assert err.endswith(f"--out: must be a file in a folder that exists, got {tmp_path / out}\n")
+
+    def test_what_was_measured_before_an_error_is_in_the_file(
+        self, fake_case, tmp_path, capsys, monkeypatch, restore_threads
+    ):
+        def none(device: torch.device, sizes: list[ReplaySizes]) -> Iterator[cases.Comparison]:
+            raise ValueError("it is measured elsewhere.")
+            yield
+
+        monkeypatch.setitem(cases.CASES, "none", f"{__name__}:none")
+        monkeypatch.setattr(sys.modules[__name__], "none", none, raising=False)
+        out = tmp_path / "report.jsonl"
+        assert compare.main([fake_case, "none", "--rounds", "1", "--out", str(out)]) == 2
+        said, err = capsys.readouterr()
+        assert err == "compare.py: it is measured elsewhere.\n"
+        assert out.read_text() == said != ""
+
     @pytest.fixture
     def fake_case(self, monkeypatch):
         def one(device: torch.device, sizes: list[ReplaySizes]) -> Iterator[cases.Comparison]:
@@ -266,6 +292,25 @@ class TestPeer:
             monkeypatch.delitem(sys.modules, module)
         with pytest.raises(PeerUnavailableError, match=r"pip install --no-deps -r benchmarks/requirements-peers\.txt"):
             build_tiny_peer()
+
+    def test_where_omegaconf_is_missing_more_than_one_module_can_be_imported(self, monkeypatch):
+        for name in [name for name in sys.modules if name.split(".")[0] == "omegaconf"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+        monkeypatch.setattr(sys, "path_importer_cache", {})
+        imported = [motrixlab._import("json"), motrixlab._import("csv")]
+        assert [module.__name__ for module in imported] == ["json", "csv"]
+        assert sys.modules["omegaconf"].MISSING == "???"
+        monkeypatch.delitem(sys.modules, "omegaconf")
+
+    def test_a_report_names_the_release_that_is_installed(self, monkeypatch):
+        real, name = motrixlab.importlib.metadata.version, motrixlab.DISTRIBUTION
+        monkeypatch.setattr(motrixlab.importlib.metadata, "version", lambda what: "9.9" if what == name else real(what))
+        push = next(cases.load("ring_push")(CPU, [TINY]))
+        drain = next(cases.load("ring_host_drain")(CPU, [TINY]))
+        assert push.peer_name == "motrix-rl-builtin 9.9 push"
+        assert drain.peer_name == "motrix-rl-builtin 9.9 Learner.drain"
+        assert motrixlab_weights.name() == "motrix-rl-builtin 9.9 HostWeightReceiver"
 
     def test_buffer_samples_what_was_written(self):
         pytest.importorskip("motrix_rl_builtin")
@@ -340,6 +385,26 @@ class TestRingCases:
         assert busy["extra"]["snapshots"] == 2 + compare.WARMUP_ROUNDS
         assert busy["extra"]["snapshots_s"] > 0
 
+    def test_a_publisher_ends_with_the_process_that_started_it(self):
+        script = (
+            "import contextlib, multiprocessing, sys, time, torch\n"
+            f"sys.path.insert(0, {str(ROOT)!r})\n"
+            "from benchmarks.cases import weights\n"
+            "turn = torch.full((1,), weights.OURS).share_memory_()\n"
+            "weights._start(contextlib.ExitStack(), turn, weights._publish_on, (weights.SeqlockSlots(8), None, turn))\n"
+            "print(multiprocessing.active_children()[0].pid, flush=True)\n"
+            "time.sleep(60)\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+            publisher = Path(f"/proc/{int(process.stdout.readline())}/cmdline")
+            assert publisher.read_bytes()
+            process.kill()  # or SIGTERM, which ends Python as abruptly
+        deadline = time.monotonic() + 30
+        # Nothing is left there of what ended and nobody waited for.
+        while publisher.exists() and publisher.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def test_the_peer_gets_every_row_that_we_get(self):
         pytest.importorskip("motrix_rl_builtin", reason="the peer comes with benchmarks/requirements-peers.txt")
         from benchmarks.cases import ring_peers, ring_sources
@@ -372,6 +437,13 @@ class TestCollectorRate:
         assert record["config"] == "Pendulum-v1, 4 streams"
         assert record["ratio_limit"] > 0
         assert record["extra"]["rows"] % 4 == 0 and record["extra"]["ours_rows_s"] > 0
+
+    def test_without_envpool_it_is_one_sentence(self, monkeypatch, capsys, restore_threads):
+        monkeypatch.setitem(sys.modules, "envpool", None)
+        assert compare.main(["collector_rate", "--rounds", "1"]) == 2
+        assert capsys.readouterr().err == (
+            "compare.py: collector_rate needs EnvPool, which comes with the extra 'sota' and needs Python 3.11.\n"
+        )
 
     def test_it_is_not_measured_on_a_gpu(self):
         with pytest.raises(ValueError, match="--device cpu"):

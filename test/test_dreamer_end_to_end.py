@@ -199,6 +199,21 @@ class TestRuns:
         text = bench.table({"ours": {"env_steps_per_second": 30.0, "updates_per_second": 2.0}, "torchrl": told})
         assert "| environment steps/s | 30 | - |  |" in text and told["error"] in text
 
+    def test_a_run_that_hangs_is_ended_with_its_workers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        started, hangs = tmp_path / "started", tmp_path / "hangs"
+        hangs.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {started}\nwait\n")
+        hangs.chmod(0o755)
+        monkeypatch.setattr(bench.sys, "executable", str(hangs))
+        monkeypatch.setattr(bench, "GRACE_S", 0.5, raising=False)
+        args = bench._arguments(["--impl", "ours", "--limit", "0.5", "--out", str(tmp_path / "out")])
+        told = bench._measure("ours", args, tmp_path / "out")
+        assert told["error"] == "it must end within --limit=0.5 s, and 0.5 s for the rest; it was ended."
+        deadline = time.monotonic() + 10
+        line = Path(f"/proc/{int(started.read_text())}/cmdline")
+        while line.exists() and line.read_bytes():  # of what ended and nobody waited for nothing is left there
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
 
 def test_the_table_has_the_ratios() -> None:
     impls = {

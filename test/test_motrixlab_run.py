@@ -110,6 +110,20 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_
         motrixlab_run.main(["--preset", "pendulum", "--out", str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("learner.updates_per_step=0.5", r"MotrixLab takes whole updates per vector step, got .*=0\.5\."),
+        ("time_budget=null", r"the preset has no time_budget; --minutes says how long\."),
+        ("env.backend=dm_control", r"the task must be EnvPool's, got env\.backend=dm_control\."),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=f"^motrixlab_run: {said}$"):
+        motrixlab_run.main(["--preset", "pendulum", "--out", str(tmp_path / "out"), "--override", override])
+    assert not (tmp_path / "out").exists()
+
+
 def run(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], list[dict]]:
     pytest.importorskip("motrix_rl_builtin", reason="pip install --no-deps -r benchmarks/requirements-peers.txt")
     small = ["--agent", "actor_hidden_dim=16", "critic_hidden_dim=16", "--override", *TINY]

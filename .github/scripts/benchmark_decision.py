@@ -107,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except KeyError as error:
         return _fail(f"the payload of {args.name} has no {error}.")
+    except (AttributeError, TypeError):  # an array or null where GitHub sends an object
+        return _fail(f"the payload of {args.name} is not of GitHub's form.")
     text = "".join(f"{line}\n" for line in decision.lines())
     sys.stdout.write(text)
     if output := os.environ.get("GITHUB_OUTPUT"):

@@ -64,6 +64,11 @@ def collector_rate(device: torch.device, sizes: Sequence[ReplaySizes]) -> Iterat
     """Collects as many rows as the bare loop makes in a few seconds; the sizes are the tasks' own."""
     if device.type != "cpu":
         raise ValueError("collector_rate is measured with --device cpu.")
+    try:
+        import envpool  # noqa: F401
+    except ImportError as error:
+        needs = "collector_rate needs EnvPool, which comes with the extra 'sota' and needs Python 3.11."
+        raise ValueError(needs) from error
     for task in TASKS:
         with contextlib.ExitStack() as alive:
             yield _rates(task, alive)
@@ -129,7 +134,7 @@ class _Bare:
     """The least that anybody must do: act, step, forget."""
 
     def __init__(self, task: Task) -> None:
-        import envpool  # fails with one line of its own where the extra "sota" is missing
+        import envpool
 
         self._streams, self._network = task.streams, _network(task)
         self._pool = envpool.make(

@@ -20,7 +20,7 @@ from torchrl.data import Bounded
 
 from benchmarks.cases import Comparison
 from benchmarks.cases.replay_sources import OBSERVATIONS, Source, make_source
-from benchmarks.peers import PeerUnavailableError, motrixlab_learner
+from benchmarks.peers import PeerUnavailableError, motrixlab, motrixlab_learner
 from benchmarks.presets import TINY, ReplaySizes
 from benchmarks.timing import Candidate
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage, TransitionSampler
@@ -113,7 +113,7 @@ def _compare(device: torch.device, preset: ReplaySizes) -> Comparison:
         ours=candidate(cuda_graph=True, compile=True),
         limit_name="the matrix products of 8 steps" if on_cuda else "none on the CPU",
         limit=_products(device, preset) if on_cuda else None,
-        peer_name="motrix-rl-builtin 0.4.0 FastSacAgent.update(8)",
+        peer_name=motrixlab.name(f"FastSacAgent.update({UPDATES})"),
         peer=peer,
         peer_missing=missing,
         others=others,

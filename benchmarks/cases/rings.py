@@ -121,7 +121,7 @@ def _drain(
         ours=candidates[0],
         limit_name="one copy of the slots" if device.type == "cuda" else "one memcpy of the slots",
         limit=candidates[1],
-        peer_name=f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} Learner.drain",
+        peer_name=motrixlab.name("Learner.drain"),
         peer=peers[0] if peers else None,
         peer_missing=missing,
         # What the peer's ring and buffer could do without their learner, which stacks the slots of a run.
@@ -183,7 +183,7 @@ def _push(preset: ReplaySizes, device: torch.device, *, fields: torch.device) ->
         ours=candidates[0],
         limit_name="one copy of a slot" if device.type == "cuda" else "one memcpy of a slot",
         limit=Candidate(copy),
-        peer_name=f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} push",
+        peer_name=motrixlab.name("push"),
         peer=candidates[1] if peers else None,
         peer_missing=missing,
         others={"peer_without_final_obs": candidates[2]} if peers else {},

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,8 +120,8 @@ def _publish_on(slots: SeqlockSlots, channel: Any, turn: torch.Tensor) -> None:
     torch.set_num_threads(1)
     values = [torch.full((slots.nbytes,), value, dtype=torch.uint8) for value in range(PATTERNS)]
     sender = None if channel is None else motrixlab_weights.make_sender(channel)
-    count = 0
-    while (whose := int(turn[0])) != END:
+    count, started = 0, _Started()
+    while (whose := int(turn[0])) != END and started.by_a_living_process():
         count += 1
         if whose == OURS:
             slots.publish(values[count % PATTERNS])
@@ -187,7 +188,8 @@ def _receive_on(
     actor = _actor(width, layers).to(device)
     scheme.init_on_receiver(model_id="policy", model=actor)
     scheme.connect()
-    while int(state[0]) != END:
+    started = _Started()
+    while int(state[0]) != END and started.by_a_living_process():
         if not int(state[2]):
             time.sleep(1e-4)
         elif scheme.receive() is not None:
@@ -213,6 +215,18 @@ def _start(
             process.join(10.0)
 
     alive.callback(end)
+
+
+class _Started:
+    """Tells a process whether the one that started it is still there: a killed one has nobody told to end."""
+
+    def __init__(self) -> None:
+        parent = multiprocessing.parent_process()
+        self._pid = os.getppid() if parent is None else parent.pid
+
+    def by_a_living_process(self) -> bool:
+        """Whether it is; costs one system call."""
+        return os.getppid() == self._pid
 
 
 def _wait(condition: Callable[[], Any], what: str, *, pause: float = 1e-4) -> None:

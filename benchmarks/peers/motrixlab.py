@@ -23,12 +23,12 @@ DISTRIBUTION = "motrix-rl-builtin"
 VERSION = "0.4.0"
 
 
-def name() -> str:
-    """Returns the peer's name for the report, with the version that is really installed."""
+def name(what: str) -> str:
+    """Returns the peer's name for the report: the release that is really installed, and what of it is measured."""
     try:
-        return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)} SimpleReplayBuffer"
+        return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)} {what}"
     except importlib.metadata.PackageNotFoundError:
-        return f"{DISTRIBUTION} {VERSION} SimpleReplayBuffer"
+        return f"{DISTRIBUTION} {VERSION} {what}"
 
 
 def build_buffer(
@@ -71,7 +71,8 @@ def final_payload(streams: torch.Tensor, observation: torch.Tensor, critic_obser
 
 
 def _import(module: str) -> Any:
-    if importlib.util.find_spec("omegaconf") is None and "omegaconf" not in sys.modules:
+    # In this order: of the stub that stands there after a first call no spec can be asked.
+    if "omegaconf" not in sys.modules and importlib.util.find_spec("omegaconf") is None:
         stub = types.ModuleType("omegaconf")
         stub.MISSING = "???"  # type: ignore[attr-defined]
         sys.modules["omegaconf"] = stub

@@ -179,7 +179,12 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self._preset = preset = load_preset(options.preset, options.override)
         self._seed, self._out = options.seed, options.out
+        if preset.env.backend not in ("auto", "envpool"):
+            raise ValueError(f"the task must be EnvPool's, got env.backend={preset.env.backend}.")
         self._budget = preset.time_budget if options.minutes is None else 60.0 * options.minutes
+        if self._budget is None:
+            raise ValueError("the preset has no time_budget; --minutes says how long.")
+        values = agent_values(preset, options.recipe, options.agent)
         self._limit, self._eval_every = options.limit, options.eval_every
         device = torch.device(options.device)
         device = torch.device("cuda", 0) if device == torch.device("cuda") else device
@@ -191,7 +196,6 @@ class Run:
             torch.set_num_threads(preset.torch_threads)
         streams = stream_options(preset, seed=self._seed)
         env = EnvPoolStreams(**streams, device=device)
-        values = agent_values(preset, options.recipe, options.agent)
         self._agent = make_agent(env, values, device)
         self.trainer: SyncTrainer | AsyncTrainer
         if options.trainer == "async":
@@ -290,7 +294,7 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; raises SystemExit with one sentence when MotrixLab is missing."""
+    """Command line; raises SystemExit with one sentence when MotrixLab is missing or cannot run the preset."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     presets = sorted(path.stem for path in (CONFIG / "preset").glob("*.yaml"))
     parser.add_argument("--preset", choices=presets, default="pendulum")
@@ -309,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         run = Run(options)
-    except (PeerUnavailableError, OmegaConfBaseException) as error:
+    except (PeerUnavailableError, OmegaConfBaseException, ValueError) as error:
         raise SystemExit(f"motrixlab_run: {str(error).splitlines()[0]}") from error
     try:
         run.train()

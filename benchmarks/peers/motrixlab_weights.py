@@ -16,7 +16,7 @@ _MODULE = "motrix_rl_builtin.fastsac.async_impl.transport.weight_channel"
 
 def name() -> str:
     """Returns the peer's name for the report."""
-    return f"{motrixlab.DISTRIBUTION} {motrixlab.VERSION} HostWeightReceiver"
+    return motrixlab.name("HostWeightReceiver")
 
 
 class Receiver:
