@@ -24,7 +24,8 @@ import torchrl_ext
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.rst") if not {"generated", "_build", "_templates"} & set(path.parts))
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "sota_implementations").glob("*/README.md"))]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+TEXTS += sorted((ROOT / "sota_implementations").glob("*/README.md"))
 PACKAGES = sorted(module.name for module in pkgutil.iter_modules(torchrl_ext.__path__) if module.ispkg)
 
 
@@ -164,6 +165,80 @@ class TestTroubleshooting:
         assert missing == []
 
 
+class TestCommands:
+    """Contract: what a text tells one to type is there: scripts, targets of make, options of the training scripts and
+    of the benchmarks."""
+
+    #: Groups of the training scripts' configurations, as texts name their options: `collector.max_ahead`.
+    OPTION = r"(?:checkpoint|collector|env|eval|learner|log|networks|replay)\.\w+"
+    PEERS = {"collector.backend"}  # of TorchRL's recipe
+
+    @staticmethod
+    def commands(path: Path) -> list[str]:
+        """The code of a text: lines of its blocks, those that a backslash continues as one, and what is inline."""
+        text = path.read_text().replace("\\\n", " ")
+        if path.suffix == ".rst":
+            lines, inline = re.findall(r"^ {3}(\S.*)$", text, re.MULTILINE), re.findall(r"``([^`]+)``", text)
+        else:
+            lines = [line for block in re.findall(r"```\w+\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+            inline = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        return lines + [" ".join(code.split()) for code in inline]
+
+    @staticmethod
+    def options() -> set[str]:
+        """Of both training scripts."""
+        yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'sota'.")
+        known: set[str] = set()
+        for path in (ROOT / "sota_implementations").glob("*/config/*.yaml"):
+            for group, values in yaml.safe_load(path.read_text()).items():
+                known |= {f"{group}.{name}" for name in values} if isinstance(values, dict) else {group}
+        return known
+
+    @pytest.mark.parametrize("path", [*TEXTS, *PAGES], ids=_name)
+    def test_scripts_and_targets_exist(self, path):
+        lines = self.commands(path)
+        scripts = {name for line in lines for name in re.findall(r"python (\w[\w/]*\.py)", line)}
+        assert [name for name in sorted(scripts) if not (ROOT / name).exists()] == []
+        targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert {name for line in lines for name in re.findall(r"^make ([a-z][a-z-]*)", line)} <= targets
+
+    @pytest.mark.parametrize("path", [*TEXTS, *PAGES], ids=_name)
+    def test_options_and_presets_of_training_scripts_exist(self, path):
+        lines = self.commands(path)
+        named = {name for line in lines for name in re.findall(rf"(?<![\w.])({self.OPTION})=", line)}
+        if path.parent.parent.name == "sota_implementations":
+            named |= {line for line in lines if re.fullmatch(self.OPTION, line)}
+        assert named - self.options() <= self.PEERS
+        presets = {name for line in lines for name in re.findall(r"preset=(\w+)", line)} - {"mine"}
+        assert presets <= {file.stem for file in ROOT.glob("sota_implementations/*/config/preset/*.yaml")}
+
+    def test_every_case_is_in_the_text_of_the_benchmarks(self):
+        text = (ROOT / "benchmarks" / "README.md").read_text()
+        source = ast.parse((ROOT / "benchmarks" / "cases" / "__init__.py").read_text())
+        (cases,) = [node.value for node in source.body if isinstance(node, ast.AnnAssign) and node.target.id == "CASES"]
+        assert [name for name in ast.literal_eval(cases) if f"| `{name}`" not in text] == []
+
+    @pytest.mark.parametrize(
+        "script",
+        [
+            "bench_dreamer_v3_end_to_end.py",
+            "bench_dreamer_v3_learner.py",
+            "compare.py",
+            "compare_revisions.py",
+            "draw_runs.py",
+            "panel_overhead.py",
+            "peers/motrixlab_run.py",
+        ],
+    )
+    def test_options_of_the_benchmarks_exist(self, script):
+        source = (ROOT / "benchmarks" / script).read_text()
+        known = set(re.findall(r"add_argument\(\s*(?:\"-\w\", )?\"(--[\w-]+)\"", source))
+        texts = [*TEXTS, *sorted((ROOT / "benchmarks" / "reports").glob("*.md"))]
+        lines = [line for path in texts for line in self.commands(path) if f"python benchmarks/{script}" in line]
+        used = {name for line in lines for name in re.findall(r" (--[a-z][\w-]*)", line.split(" -- ")[0])}
+        assert lines and used <= known
+
+
 class TestLinks:
     """Contract: a link to a file of the repository leads to one."""
 
@@ -188,7 +263,9 @@ class TestLinks:
         named = re.findall(
             r"`((?:docs|test|benchmarks|sota_implementations|torchrl_ext)/[\w./]*\w/?)`", path.read_text()
         )
-        assert [name for name in named if "_build" not in name and not (ROOT / name).exists()] == []
+        labels = re.findall(r"^- name: (\S+)$", (ROOT / ".github" / "labels.yml").read_text(), re.MULTILINE)
+        files = [name for name in named if "_build" not in name and name not in labels]
+        assert [name for name in files if not (ROOT / name).exists()] == []
 
     def test_every_page_is_in_the_index(self):
         index = (DOCS / "index.rst").read_text()
