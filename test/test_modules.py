@@ -24,6 +24,7 @@ from torchrl_ext.modules import (
     C51CriticNet,
     EmpiricalNormalization,
     FastSACActorNet,
+    KeyedModule,
     SquashedNormal,
     action_bounds,
     make_fast_sac_actor,
@@ -210,6 +211,25 @@ class TestActor:
     def test_an_impossible_spread_raises(self):
         with pytest.raises(ValueError, match="init_std must be strictly between"):
             FastSACActorNet(3, 2, init_std=2.0)
+
+    def test_a_range_of_spreads_that_is_turned_around_raises(self):
+        with pytest.raises(ValueError, match=r"log_std_min must not be above log_std_max, got \[0.0, -5.0\]"):
+            FastSACActorNet(3, 2, log_std_min=0.0, log_std_max=-5.0)
+
+    @pytest.mark.parametrize("key", ["action", ("agent", "action")])
+    def test_a_module_names_the_key_that_it_lacks_and_writes_nothing(self, key):
+        module = KeyedModule(torch.nn.Bilinear(3, 2, 1), in_keys=["observation", key], out_keys=["value"])
+        td = TensorDict(observation=torch.zeros(4, 3), batch_size=[4])
+        with pytest.raises(KeyError, match="KeyedModule: .*action.* must be present, got .'observation'.. Nothing was"):
+            module(td)
+        assert set(td.keys()) == {"observation"}
+
+    def test_a_module_that_returns_another_number_of_tensors_writes_nothing(self):
+        module = KeyedModule(torch.nn.Identity(), in_keys=["x"], out_keys=["y", "z"])
+        td = TensorDict(x=torch.zeros(4), batch_size=[4])
+        with pytest.raises(ValueError, match=r"Identity must return 2 tensors, one for each of \['y', 'z'\], got 1"):
+            module(td)
+        assert set(td.keys()) == {"x"}
 
 
 class TestCritics:
@@ -410,6 +430,31 @@ class TestEmpiricalNormalization:
         with pytest.raises(KeyError, match="observation"):
             normalizer.update(self.run(3).exclude("observation"))
         assert normalizer.count.item() == 0
+
+    def test_a_missing_key_leaves_observations_that_are_overwritten_as_they_were(self):
+        normalizer, run = self.normalizer(out_keys=self.KEYS), self.run(3)
+        normalizer.update(run)
+        for whole, part in ((run.exclude(self.KEYS[1]), run), (run, run.exclude(self.KEYS[1]))):
+            with pytest.raises(KeyError, match="pixels"):
+                normalizer(run.exclude(self.KEYS[1]))
+            batch = whole.clone().set("next", part.clone())
+            before = batch.clone()
+            with pytest.raises(KeyError, match="pixels"):
+                normalizer.normalize_transition(batch)
+            assert (batch == before).all()
+
+    def test_a_batch_without_next_raises_and_changes_nothing(self):
+        normalizer, run = self.normalizer(out_keys=self.KEYS), self.run(3)
+        before = run.clone()
+        with pytest.raises(KeyError, match="EmpiricalNormalization: key 'next' must be present"):
+            normalizer.normalize_transition(run)
+        assert (run == before).all()
+
+    def test_flags_are_observations_like_others(self):
+        normalizer = EmpiricalNormalization(["x"], [2], eps=1e-8)
+        run = TensorDict(x=torch.tensor([[True, False], [False, True]]), batch_size=[2])
+        normalizer.update(run)
+        torch.testing.assert_close(normalizer(run)["x_normalized"], torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
 
     @pytest.mark.parametrize("options", [{"eps": 0.0}, {"clamp": -1.0}, {"until": 0}, {"out_keys": ["one"]}])
     def test_nonsense_options_raise(self, options):

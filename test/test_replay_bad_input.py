@@ -22,9 +22,11 @@ from torchrl_ext.data import (
     PackedRun,
     PrioritizedTransitionSampler,
     RowLayout,
+    SequenceSampler,
     SlotReplayBuffer,
     SlotStorage,
     TransitionSampler,
+    sizing,
 )
 from torchrl_ext.data._block import NEWEST
 
@@ -312,6 +314,36 @@ class TestRefusedRuns:
         refused(lambda: side.extend_batch(bad), buffer.state_dict, (ValueError, TypeError, IndexError))
         self.assert_alive(buffer)
 
+    @pytest.mark.parametrize("part", ["finals", "tail"])
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda rows: rows.float(),
+            lambda rows: rows[:, :8],
+            lambda rows: rows[:, 0],
+            lambda rows: rows.repeat_interleave(2, 1)[:, ::2],
+        ],
+        ids=["dtype", "narrow", "one dim", "bytes apart"],
+    )
+    def test_packed_successors_that_are_no_rows_of_bytes_are_refused(self, buffer, target, part, spoil):
+        side = buffer if target == "buffer" else buffer.storage
+        run = make_run()
+        run["next", "truncated"][0, 1] = True
+        packed = RowLayout.from_tensordict(run).pack(run)
+        bad = replace(packed, **{part: spoil(getattr(packed, part))})
+        refused(lambda: side.extend_batch(bad), buffer.state_dict, ValueError, f"{part} must be uint8")
+        self.assert_alive(buffer)
+
+    def test_packed_rows_that_do_not_lie_at_words_are_taken_by_streams_at_different_steps(self, buffer, target):
+        side = buffer if target == "buffer" else buffer.storage
+        packed = RowLayout.from_tensordict(make_run()).pack(make_run())
+        side.extend_batch(replace(packed, rows=packed.rows[:1, :1], tail=packed.tail[:1]), streams=slice(0, 1))
+        memory = torch.zeros(packed.rows.numel() + 8, dtype=torch.uint8)
+        rows = memory[8:].view(packed.rows.shape).copy_(packed.rows)
+        handle = side.extend_batch(replace(packed, rows=rows))
+        slot, stream = handle.index.unbind(-1)
+        assert torch.equal(buffer.storage.block.ring[slot, stream, :-16], rows[..., :-16])
+
     def assert_alive(self, buffer: SlotReplayBuffer) -> None:
         """After a refusal the next good run is taken."""
         before = buffer.write_count
@@ -504,6 +536,16 @@ class TestRefusedSamples:
         state = {**buffer.sampler.state_dict(), **damage}
         refused(lambda: buffer.sampler.load_state_dict(state), buffer.state_dict, ValueError, next(iter(damage)))
 
+    @pytest.mark.parametrize("state", [None, [], 3, torch.zeros(2)], ids=["none", "list", "number", "tensor"])
+    @pytest.mark.parametrize(
+        "sampler", [TransitionSampler(replacement=False), SequenceSampler(2, online=True)], ids=["passes", "windows"]
+    )
+    def test_what_is_no_state_of_a_sampler_is_refused(self, sampler, state):
+        buffer = make_buffer()
+        buffer.set_sampler(sampler)
+        buffer.sample(2)
+        refused(lambda: buffer.sampler.load_state_dict(state), buffer.state_dict, ValueError, "state must")
+
     def test_batch_size_that_nobody_gave_is_refused(self):
         buffer = SlotReplayBuffer(storage=SlotStorage(4, 2), sampler=TransitionSampler())
         buffer.extend_batch(make_run(2, 2))
@@ -563,6 +605,45 @@ class TestRefusedMemory:
         with pytest.raises(MemoryError, match="observation"):
             storage.extend_batch(make_run(2, 2))
         assert len(storage) == 0 and storage.write_count == 0
+
+
+class TestMemoryOfAContainer:
+    """Contract: what a control group still gives counts, and pages of files that it can drop are given."""
+
+    @staticmethod
+    def group(root: Path, version: int, limit: str, used: int, dropped: int) -> None:
+        folder = root if version == 2 else root / "memory"
+        folder.mkdir(exist_ok=True)
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        stat = f"anon 5\n{'' if version == 2 else 'total_'}inactive_file {dropped}\nactive_file 7\n"
+        for name, text in (*zip(names, (f"{limit}\n", f"{used}\n"), strict=True), ("memory.stat", stat)):
+            (folder / name).write_text(text)
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_pages_of_files_that_can_be_dropped_are_free(self, version, monkeypatch, tmp_path):
+        """A data set that was read fills a container up to its limit, and storages would be refused."""
+        monkeypatch.setattr(sizing, "_CGROUPS", tmp_path)
+        self.group(tmp_path, version, "10000000", 9_900_000, 9_000_000)
+        assert sizing.free_bytes("cpu") == 9_100_000
+        self.group(tmp_path, version, "10000000", 9_900_000, 0)
+        assert sizing.free_bytes("cpu") == 100_000
+
+    @pytest.mark.parametrize(("version", "limit"), [(2, "max"), (1, str(2**63 - 4096))])
+    def test_without_a_limit_the_machine_counts(self, version, limit, monkeypatch, tmp_path):
+        monkeypatch.setattr(sizing, "_CGROUPS", tmp_path)
+        self.group(tmp_path, version, limit, 100, 0)
+        assert sizing.free_bytes("cpu") > 10_000_000
+
+    @pytest.mark.parametrize(("kind", "filename"), [("gpu", None), ("disk", "here"), ("file", None)])
+    def test_memory_that_nobody_has_is_refused(self, kind, filename):
+        with pytest.raises(ValueError, match=f"free_bytes: kind must be .*, got '{kind}'"):
+            sizing.free_bytes(kind, filename=filename)
+
+    def test_no_less_than_nothing_is_free(self, monkeypatch, tmp_path):
+        """A limit may be lowered below what is used."""
+        monkeypatch.setattr(sizing, "_CGROUPS", tmp_path)
+        self.group(tmp_path, 2, "1000", 2000, 0)
+        assert sizing.free_bytes("cpu") == 0
 
 
 class TestRefusedCheckpoints:

@@ -7,6 +7,9 @@ What is drawn, and how often, is held against the list model in test_replay_mode
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import threading
 from typing import Any
 from unittest import mock
 
@@ -14,8 +17,11 @@ import pytest
 import torch
 from test_replay_cases import steps
 from test_replay_device import books_on_the_device
+from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import RandomSampler
 
-from torchrl_ext.data import RowLayout, SequenceSampler, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext import data
+from torchrl_ext.data import RowLayout, SequenceSampler, SlotReplayBuffer, SlotStorage, TransitionSampler, draws
 from torchrl_ext.data._moves import moved
 
 
@@ -56,9 +62,142 @@ class TestPasses:
         ids = torch.cat([buffer.sample(count)["id"] for count in (4, 3, 3)])
         assert len(ids.unique()) == 10 and buffer.sampler.ran_out
 
+    @pytest.mark.parametrize("batch_size", [0, -1, -4])
+    @pytest.mark.parametrize("replacement", [True, False])
+    def test_batch_of_no_rows_is_refused_and_uses_nothing_up(self, replacement, batch_size):
+        buffer = filled(replacement=replacement)
+        buffer.sample(4)
+        before = buffer.sampler.state_dict()["order"]
+        with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {batch_size}. Nothing was drawn"):
+            buffer.sample(batch_size)
+        assert replacement or torch.equal(buffer.sampler.state_dict()["order"], before)
+
+    def test_a_device_is_asked_once_after_a_write_whether_a_pass_goes_on(self):
+        with books_on_the_device(), mock.patch.object(torch, "equal", wraps=torch.equal) as asked:
+            buffer = filled(replacement=False)
+            ids = torch.cat([buffer.sample(2)["id"] for _ in range(3)])
+            assert asked.call_count == 0 and len(ids.unique()) == 6
+            state = buffer.sampler.state_dict()
+            buffer.sampler.load_state_dict(state)
+            ids = torch.cat([ids, *(buffer.sample(2)["id"] for _ in range(2))])
+            assert asked.call_count == 1 and len(ids.unique()) == 10
+            buffer.sample(2)
+            buffer.extend_batch(steps(10, 1))
+            ids = torch.cat([buffer.sample(4)["id"] for _ in range(2)])
+            assert asked.call_count == 2 and len(ids.unique()) == 8
+
+    def test_a_pass_does_not_go_on_in_another_storage(self):
+        buffer, other = filled(replacement=False), filled(0, replacement=False)
+        other.extend_batch(steps(0, 10))
+        other.storage.load_state_dict(filled(4).storage.state_dict())
+        for _ in range(2):
+            buffer.sampler.draw_batch(buffer.storage, 4)
+        drawn, _ = buffer.sampler.draw_batch(other.storage, 4)
+        assert sorted(drawn["id"].flatten().tolist()) == [0, 1, 2, 3]
+
+    def test_a_sampler_within_a_pass_can_be_pickled_without_its_storage(self):
+        buffer = filled(replacement=False)
+        first = buffer.sample(4)["id"]
+        data = pickle.dumps(buffer.sampler)
+        assert len(data) < buffer.storage.nbytes
+        sampler = pickle.loads(data)
+        drawn, _ = sampler.draw_batch(buffer.storage, 6)
+        assert len(torch.cat([first, drawn["id"]]).unique()) == 10
+
+    @pytest.mark.gpu
+    def test_a_batch_within_a_pass_does_not_wait_for_the_device(self):
+        buffer = SlotReplayBuffer(
+            storage=SlotStorage(16, 4, device="cuda"), sampler=TransitionSampler(replacement=False)
+        )
+        buffer.extend_batch(steps(0, 16, 4).to("cuda"))
+        seen = [buffer.sample(8)["index"]]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            seen += [buffer.sample(8)["index"] for _ in range(3)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(torch.cat(seen).unique(dim=0)) == 32
+
+    @pytest.mark.gpu
+    def test_a_pass_that_was_saved_on_a_device_goes_on_where_there_is_none(self, tmp_path):
+        buffer = SlotReplayBuffer(storage=SlotStorage(16, device="cuda"), sampler=TransitionSampler(replacement=False))
+        buffer.extend_batch(steps(0, 10).to("cuda"))
+        first = buffer.sample(4)["id"].cpu()
+        buffer.sampler.dumps(tmp_path)
+        other = filled(replacement=False)
+        with mock.patch.object(torch.cuda, "is_available", return_value=False):
+            other.sampler.loads(tmp_path)
+        assert len(torch.cat([first, other.sample(6)["id"]]).unique()) == 10
+
+
+class TestStockBuffer:
+    """Contract: a stock buffer draws what lives, also while runs are written to its storage past the buffer."""
+
+    @pytest.mark.parametrize("sampler", [TransitionSampler, RandomSampler])
+    def test_a_run_that_is_written_during_a_draw_is_not_forgotten(self, sampler, monkeypatch):
+        storage = filled().storage
+        buffer = ReplayBuffer(storage=storage, sampler=sampler(), batch_size=4)
+        writer = threading.Thread(target=storage.extend_batch, args=(steps(10, 12),), daemon=True)
+        look = draws._lockstep
+
+        def look_and_be_overtaken(block):
+            found = look(block)
+            if writer.ident is None:
+                writer.start()
+                writer.join(timeout=0.3)
+            return found
+
+        storage.block.sampleable = None
+        monkeypatch.setattr(draws, "_lockstep", look_and_be_overtaken)
+        buffer.sample()
+        writer.join(timeout=10.0)
+        assert not writer.is_alive() and storage.head.tolist() == [22]
+        ids = torch.cat([buffer.sample(64)["id"] for _ in range(4)])
+        assert ids.unique().tolist() == list(range(6, 22)), "sampled by positions from before the run"
+
+    @pytest.mark.parametrize(
+        ("sampler", "looks"),
+        [(TransitionSampler(), "samplers.sampleable_counts"), (SequenceSampler(4), "sequences.valid_starts")],
+        ids=["transitions", "windows"],
+    )
+    def test_whether_there_is_enough_is_found_out_in_the_order_of_writes(self, sampler, looks):
+        """What is found out on a device is kept; a write on another stream must be done before anybody looks."""
+        buffer, inside = filled(), []
+        buffer.set_sampler(sampler)
+        storage = buffer.storage
+        module, name = looks.split(".")
+        look = getattr(getattr(data, module), name)
+
+        @contextlib.contextmanager
+        def order():
+            inside.append("order")
+            yield
+            inside.remove("order")
+
+        def look_inside(*args):
+            other = threading.Thread(
+                target=lambda: storage._lock._lock.acquire(blocking=False) and inside.append("lost")
+            )
+            other.start()
+            other.join(timeout=10.0)
+            assert inside == ["order"], "nobody keeps writers away"
+            return look(*args)
+
+        storage._order = order()
+        with mock.patch.object(getattr(data, module), name, look_inside):
+            assert buffer.can_sample(4)
+        assert inside == []
+
 
 class TestStreamWeights:
     """Contract: where nothing can be drawn a draw raises, whoever keeps the books."""
+
+    def test_weights_that_no_stream_could_be_drawn_by_are_refused(self):
+        with pytest.raises(ValueError, match="one of them above 0, .*got .0.0, 0.0."):
+            TransitionSampler(stream_weights=torch.zeros(2))
+        with pytest.raises(ValueError, match="one of them above 0"):
+            TransitionSampler(stream_weights=torch.zeros(0))
 
     @pytest.mark.parametrize("books", ["host", "device"])
     def test_nothing_to_draw_is_refused(self, books):

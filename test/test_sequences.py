@@ -531,6 +531,21 @@ class TestOnline:
                     assert draw_starts(buffer, 1) == [(0, first - 4)]
 
     @BOOKS
+    def test_the_newest_records_of_streams_wait_for_their_successors(self, books):
+        """Records in another order than streams are written by a scatter, whose counts the host may learn later."""
+        with books():
+            buffer = make(4, 12, 2, online=True)
+            bare = steps(0, 12, 2).exclude(("next", "observation"))
+            buffer.extend_batch(RowLayout.from_tensordict(steps(0, 1, 2)).pack(bare[:4]))
+            for first in (4, 8):
+                records = bare[first : first + 4].flip(1).flatten(0, 1)
+                buffer.storage.extend_records(records, torch.tensor([1, 0]).repeat(4))
+                assert draw_starts(buffer, 2) == [(0, first - 4), (1, first - 4)]
+                assert buffer.sampler.state_dict()["cursor"].tolist() == [first, first]
+                buffer.sample(8)
+                assert buffer.sampler.state_dict()["cursor"].tolist() == [first, first], "a newest row was served"
+
+    @BOOKS
     def test_windows_begin_anew_behind_a_row_that_no_window_may_hold(self, books):
         with books():
             buffer = make(3, 20, online=True)

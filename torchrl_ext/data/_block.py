@@ -164,7 +164,7 @@ class SlotBlock:
         """Makes the views of a block of bytes."""
         self.bytes = block
         self._mirror: np.ndarray
-        self._late: list[tuple[torch.Tensor, torch.cuda.Event | None]]
+        self._late: list[tuple[torch.Tensor, torch.cuda.Event | None, int]]
         #: What :func:`torchrl_ext.data.draws.lockstep` found; every write sets it to None.
         self.sampleable: tuple | None = None
         #: For kernels: the sizes, the table of sampleable ranges, and captured draws.
@@ -231,12 +231,12 @@ class SlotBlock:
 
     def catch_up(self) -> None:
         """Waits for counts that are on their way to the host; raises once for writes that the device refused."""
-        for counts, event in self._late:
+        for counts, event, newest in self._late:
             if event is not None:
                 event.synchronize()
             *added, refused = counts.tolist()
             self._refused = self._refused or bool(refused)
-            self._add(np.asarray(added))
+            self._add(np.asarray(added), newest)
         self._late = []
         self.raise_refused()
 
@@ -250,14 +250,16 @@ class SlotBlock:
                 "storage with a larger final_capacity, or give streams on the host to be told at once."
             )
 
-    def mirror_later(self, counts: torch.Tensor, known: np.ndarray | None, fits: torch.Tensor | None) -> None:
+    def mirror_later(
+        self, counts: torch.Tensor, known: np.ndarray | None, fits: torch.Tensor | None, newest: int
+    ) -> None:
         """Moves the mirrored heads by counts of rows that a device was given, now if ``known``, else when asked for.
 
         ``fits`` is whether the device took them, None when that is sure. With ``known`` counts, those of earlier writes
         must have been caught up.
         """
         if known is not None:
-            self._add(known)
+            self._add(known, newest)
             return
         refused = torch.zeros_like(counts[:1]) if fits is None else (~fits).long().view(1)
         counts = torch.cat([counts, refused])
@@ -265,13 +267,13 @@ class SlotBlock:
             copy = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
             event = torch.cuda.Event(blocking=True)
             event.record()
-            self._late.append((copy, event))
+            self._late.append((copy, event, newest))
         else:
-            self._late.append((counts, None))
+            self._late.append((counts, None, newest))
 
-    def _add(self, counts: np.ndarray) -> None:
+    def _add(self, counts: np.ndarray, newest: int) -> None:
         self._mirror[: RESERVED + 1] += counts
-        self._mirror[NEWEST, counts > 0] = PENDING
+        self._mirror[NEWEST, counts > 0] = newest
 
     @property
     def written(self) -> tuple[int, np.ndarray]:

@@ -9,6 +9,7 @@ the cursor. Heads and tails are known to the host on every device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,6 +120,10 @@ class FreshWindows:
     @classmethod
     def from_state(cls, seq_len: int, state: dict[str, Any]) -> FreshWindows:
         """Makes what :meth:`state` describes; raises ``ValueError`` when it is damaged."""
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"SequenceSampler: the state must be a dict, got {type(state).__name__}. Nothing was changed."
+            )
         cursor, turn = state.get("cursor", ""), state.get("turn")
         ok = cursor is None or (isinstance(cursor, torch.Tensor) and cursor.dtype == torch.int64 and cursor.dim() == 1)
         if not ok or not isinstance(turn, int):

@@ -253,18 +253,21 @@ def write_finals(block: SlotBlock, numbers: np.ndarray, finals: torch.Tensor, *,
     kernels, layout, count = _kernels(), block.layout, numbers.shape[1]
     # A few kilobytes of pageable memory: the driver copies them at once, without waiting for the device.
     listed = torch.from_numpy(numbers).to(block.device, non_blocking=True)
-    finals = finals.to(block.device, non_blocking=True)
+    finals = finals[:, : layout.successor_bytes].to(block.device, non_blocking=True)
+    if any(at % 8 for at in (finals.storage_offset(), finals.stride(0))) or finals.stride(1) != 1:
+        finals = finals.clone(memory_format=torch.contiguous_format)  # columns of a caller that are no words of 8 bytes
+    finals = finals.view(torch.int64)
     geometry = geometry_of(block)
     kernels.place_finals[(count,)](
         listed,
-        finals.view(torch.int64),
+        finals,
         block.positions,
         block.final_step,
         block.rows64,
         block.rows32,
         geometry,
         count,
-        finals.shape[-1] // 8,
+        finals.stride(0),
         ROW_WORDS=layout.row_bytes // 8,
         WORDS=layout.successor_bytes // 8,
         BLOCK=128,

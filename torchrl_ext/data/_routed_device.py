@@ -69,10 +69,12 @@ def write_records_on_device(block: SlotBlock, run: Run, streams: torch.Tensor) -
         block.successor_words.index_copy_(0, side, tail.view(block.words.dtype))
         state = PENDING
     block.heads.add_(counts)
-    newest = (positions[HEAD] - 1) % capacity * num_streams + all_streams
-    found = torch.where(block.final.index_select(0, newest) == FOLLOWED, state, CUT)
+    found: torch.Tensor | int = state
+    if state == PENDING:
+        newest = (positions[HEAD] - 1) % capacity * num_streams + all_streams
+        found = torch.where(block.final.index_select(0, newest) == FOLLOWED, PENDING, CUT)
     positions[NEWEST] = torch.where(written, found, positions[NEWEST])
-    block.mirror_later(counts, known, fits)
+    block.mirror_later(counts, known, fits, state)
     named = valid if fits is None else valid & fits
     index = torch.where(named.unsqueeze(-1), torch.stack([steps % capacity, ids], -1), -1)
     return arrived(index, streams.device)  # the host, where streams came from, waits for it

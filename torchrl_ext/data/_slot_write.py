@@ -75,11 +75,18 @@ def check_packed(layout: RowLayout, run: PackedRun, width: int) -> None:
                 f"extend_batch: final_rows must be ascending numbers below K * N = {most}, got from {numbers.min()} to "
                 f"{numbers.max()}. Nothing was written."
             )
-    if tail is not None and (tail.shape[0] != width or tail.shape[-1] < layout.successor_bytes):
-        raise ValueError(
-            f"extend_batch: tail must be uint8 [{width}, >= {layout.successor_bytes}], got {list(tail.shape)}. "
-            "Nothing was written."
-        )
+    for name, part, length in (("finals", finals, count), ("tail", tail, width)):
+        if part is not None and (
+            part.dtype != torch.uint8
+            or len(part.shape) != 2
+            or part.shape[0] != length
+            or part.shape[1] < layout.successor_bytes
+            or (length and part.stride(1) != 1)
+        ):
+            raise ValueError(
+                f"extend_batch: {name} must be uint8 [{length}, >= {layout.successor_bytes}], bytes of a row side by "
+                f"side, got {part.dtype} {list(part.shape)}. Nothing was written."
+            )
 
 
 def infer_layout(storage: SlotStorage, run: TensorDictBase | PackedRun) -> RowLayout:
@@ -167,6 +174,8 @@ def copy_rows(
     # Streams at different steps: one scatter of whole rows in 16-byte words.
     if isinstance(run, PackedRun):
         rows = run.rows[dropped:].contiguous()
+        if rows.storage_offset() % 16:  # bytes of a caller that do not lie at words
+            rows = rows.clone()
     else:
         shape = (num_steps - dropped, run.num_streams, block.layout.row_bytes)
         rows = torch.zeros(shape, dtype=torch.uint8, device=block.device)

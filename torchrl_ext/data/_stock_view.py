@@ -57,7 +57,9 @@ class StockView(PositionView):
             self._bump_mutation_revision()
 
     def _rand_given_ndim(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        index = draw_index(self, batch_size, self._rng)
+        # A stock buffer holds no lock of the storage, and what a draw finds out about positions is kept.
+        with self._lock, self._order:
+            index = draw_index(self, batch_size, self._rng)
         return index[:, 0], index[:, 1]
 
     def _even_length(self, asked: str) -> int:

@@ -185,6 +185,13 @@ def _ladder_numpy(seq_len: int) -> np.ndarray:
     return np.arange(seq_len)
 
 
-@lru_cache(maxsize=16)
 def _ladder(seq_len: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(seq_len, device=device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.arange(seq_len, device=device)  # memory of that graph, which nobody else may read
+    return _kept_ladder(seq_len, device)
+
+
+@lru_cache(maxsize=16)
+def _kept_ladder(seq_len: int, device: torch.device) -> torch.Tensor:
+    # Copied, which is complete when it returns: whoever comes next may be on another stream.
+    return torch.arange(seq_len).to(device)

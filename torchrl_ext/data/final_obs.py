@@ -178,7 +178,7 @@ def store_finals(block: SlotBlock, plan: FinalPlan, ends: Ends | PackedRun) -> t
     streams, steps, sequence = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", planned)
     place = sequence % block.final_capacity
     entry = streams * block.final_capacity + place
-    finals = items(cast(torch.Tensor, ends.finals).numpy()[:, : block.layout.successor_bytes])
+    finals = items(_on_host(cast(torch.Tensor, ends.finals), block))
     block.successor_items[block.side_start + entry] = finals if plan.order is None else finals[plan.order]
     block.np_entry_step[entry] = steps
     if plan.counts is None:
@@ -218,7 +218,12 @@ def known_newest(block: SlotBlock, tail: torch.Tensor | None) -> int:
 def keep_pending(block: SlotBlock, ids: np.ndarray, tail: torch.Tensor) -> None:
     """Stores the pending successors of streams; their finals are counted already."""
     side = block.side_start + ids * block.final_capacity + block.np_positions[FINALS, ids] % block.final_capacity
-    block.successor_items[side] = items(tail.numpy()[:, : block.layout.successor_bytes])
+    block.successor_items[side] = items(_on_host(tail, block))
+
+
+def _on_host(successors: torch.Tensor, block: SlotBlock) -> np.ndarray:
+    """Fields of a run may lie on a device, and what was packed of them then does too."""
+    return successors.cpu().numpy()[:, : block.layout.successor_bytes]
 
 
 def moved_finals(old: SlotBlock, new: SlotBlock) -> None:

@@ -237,8 +237,9 @@ def write_rows(layout: RowLayout, run: Run, rows: torch.Tensor, steps: slice) ->
     """Writes the fields of some steps into packed rows ``[len(steps), N, row_bytes]``; :func:`write_marks` follows."""
     if row_words(layout).write(rows, [run.leaves[field.key][steps] for field in layout.fields]):
         return
+    # On their way from a device to the host, nothing would keep a reader from looking at rows before they are there.
     for key, view in layout.leaves(rows, layout.fields).items():
-        view.copy_(run.leaves[key][steps], non_blocking=True)
+        view.copy_(run.leaves[key][steps], non_blocking=rows.is_cuda)
 
 
 def pack_successors(layout: RowLayout, leaves: Mapping[NestedKey, torch.Tensor]) -> torch.Tensor:

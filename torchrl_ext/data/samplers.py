@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ class TransitionSampler(SlotSampler):
             rows, reshuffled when it is used up or when rows were written. Defaults to ``True``.
         drop_last (bool, optional): without replacement, drop the incomplete last batch. Defaults to ``False``.
         stream_weights (torch.Tensor, optional): float ``[N]``, relative weight of each stream: a stream with rows is
-            drawn in proportion to its weight, then a row of it uniformly. On a CUDA device nobody looks whether a
-            stream of positive weight has rows; one must. Defaults to None (uniform over rows).
+            drawn in proportion to its weight, then a row of it uniformly. One must be above 0, and on a CUDA device
+            nobody looks whether a stream of positive weight has rows; one must. Defaults to None (uniform over rows).
         reward_key (NestedKey, optional): a scalar per row. Defaults to ``("next", "reward")``.
 
     Raises:
@@ -86,6 +87,8 @@ class TransitionSampler(SlotSampler):
 
     _order: torch.Tensor | None
     _order_key: torch.Tensor | None
+    _compared: tuple[SlotStorage, int] | None = None
+    """The storage, and its revision, whose rows are known to be those of ``_order_key``."""
 
     def __init__(
         self,
@@ -104,10 +107,10 @@ class TransitionSampler(SlotSampler):
         if stream_weights is not None:
             stream_weights = torch.as_tensor(stream_weights, dtype=torch.float64)
             possible = (stream_weights >= 0) & stream_weights.isfinite()
-            if not replacement or stream_weights.dim() != 1 or not bool(possible.all()):
+            if not replacement or stream_weights.dim() != 1 or not (possible.all() and (stream_weights > 0).any()):
                 raise ValueError(
-                    "TransitionSampler: stream_weights must be finite numbers >= 0, one per stream, and go with "
-                    f"replacement=True, got {stream_weights.tolist()} with replacement={replacement}."
+                    "TransitionSampler: stream_weights must be finite numbers >= 0, one per stream, one of them above "
+                    f"0, and go with replacement=True, got {stream_weights.tolist()} with replacement={replacement}."
                 )
         self.n_steps, self.gamma = n_steps, float(gamma)
         self.replacement, self.drop_last = replacement, drop_last
@@ -133,8 +136,10 @@ class TransitionSampler(SlotSampler):
 
         Raises:
             RuntimeError: when no row can be sampled.
-            ValueError: when ``n_steps > 1`` and the reward is not one floating-point number.
+            ValueError: when ``batch_size`` is below 1, or ``n_steps > 1`` and the reward is not one floating-point
+                number.
         """
+        _refuse_no_rows(batch_size)
         options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
         recipe = self.n_steps, self.gamma, self.reward_key
         if storage.initialized:
@@ -149,6 +154,7 @@ class TransitionSampler(SlotSampler):
 
     def draw(self, storage: SlotStorage, batch_size: int) -> Draw:
         """Draws rows; see :meth:`draw_batch`."""
+        _refuse_no_rows(batch_size)
         if not storage.initialized:
             raise RuntimeError(EMPTY.format("an empty storage"))
         if not self.replacement:
@@ -161,9 +167,9 @@ class TransitionSampler(SlotSampler):
         block, order = storage.block, self._order
         low, high, counts = sampleable_counts(block)
         key, least = torch.stack([low, high]), batch_size if self.drop_last else 1
-        known = self._order_key is not None and torch.equal(self._order_key.to(key.device), key)
-        if order is None or not known or len(order) < least:
+        if order is None or not self._is_current(storage, key) or len(order) < least:
             order = self._shuffle(key, counts, least)
+            self._compared = storage, storage._mutation_revision
         ordinal = order[:batch_size]
         self._order = order = order[batch_size:]
         self.ran_out = len(order) < least
@@ -172,6 +178,16 @@ class TransitionSampler(SlotSampler):
             order = self._shuffle(key, counts, least)
         self._count_remaining(len(order), batch_size)
         return drawn
+
+    def _is_current(self, storage: SlotStorage, key: torch.Tensor) -> bool:
+        # What a device answers must be waited for, so it is asked once after a write; the host knows of each. In memory
+        # that other processes write too, rows are being lost before a head moves.
+        now = storage, storage._mutation_revision
+        if storage.block.on_device and self._compared == now:
+            return True
+        known = self._order_key is not None and torch.equal(self._order_key.to(key.device), key)
+        self._compared = now if known else None
+        return known
 
     def _shuffle(self, key: torch.Tensor, counts: torch.Tensor, least: int) -> torch.Tensor:
         # The number of rows is read back once per pass over the data, also on CUDA.
@@ -207,11 +223,14 @@ class TransitionSampler(SlotSampler):
                 f"TransitionSampler: n_steps={self.n_steps} needs SlotReplayBuffer; a stock ReplayBuffer drops the "
                 "returns that a sampler computes. Nothing was drawn."
             )
-        drawn = self.draw(storage, batch_size).torch()
-        return (drawn.slot.long(), drawn.stream.long()), {}
+        # A stock buffer holds no lock of the storage, and what a draw finds out about positions is kept.
+        with storage._lock, storage._order:
+            drawn = self.draw(storage, batch_size).torch()
+            return (drawn.slot.long(), drawn.stream.long()), {}
 
     def _sampleable_count(self, storage: SlotStorage, batch_size: int) -> int:
-        count = int(sampleable_counts(storage.block)[2].sum()) if storage.initialized else 0
+        with storage._lock, storage._order:
+            count = int(sampleable_counts(storage.block)[2].sum()) if storage.initialized else 0
         return 0 if not self.replacement and self.drop_last and count < batch_size else count
 
     @property
@@ -224,7 +243,7 @@ class TransitionSampler(SlotSampler):
         self._ran_out = bool(value)
 
     def _empty(self) -> None:
-        self._order = self._order_key = None
+        self._order = self._order_key = self._compared = None
         self._ran_out = False
         self._remaining_batches = Sampler._remaining_batches
 
@@ -234,6 +253,10 @@ class TransitionSampler(SlotSampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores :meth:`state_dict`; raises ``ValueError`` when it is not one, and changes nothing then."""
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"TransitionSampler: the state must be a dict, got {type(state_dict).__name__}. Nothing was changed."
+            )
         try:
             order, key, ran_out = (state_dict[name] for name in ("order", "order_key", "ran_out"))
         except KeyError as error:
@@ -249,6 +272,7 @@ class TransitionSampler(SlotSampler):
                 )
         self._order = None if order is None else order.clone()
         self._order_key = None if key is None else key.clone()
+        self._compared = None
         self._ran_out = bool(ran_out)
 
     def dumps(self, path: str | Path) -> None:
@@ -258,8 +282,17 @@ class TransitionSampler(SlotSampler):
 
     def loads(self, path: str | Path) -> None:
         """Reads what :meth:`dumps` wrote."""
-        self.load_state_dict(torch.load(Path(path) / "sampler.pt", weights_only=True))
+        # A pass that began on a device can go on where there is none.
+        self.load_state_dict(torch.load(Path(path) / "sampler.pt", weights_only=True, map_location="cpu"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_compared": None}  # a storage travels by itself
 
     def __repr__(self) -> str:
         options = {"n_steps": self.n_steps, "gamma": self.gamma, "replacement": self.replacement}
         return f"{type(self).__name__}({json.dumps(options)[1:-1]})"
+
+
+def _refuse_no_rows(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"TransitionSampler: batch_size must be at least 1, got {batch_size}. Nothing was drawn.")

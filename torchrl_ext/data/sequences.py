@@ -221,7 +221,9 @@ class SequenceSampler(SlotSampler):
     def _sampleable_count(self, storage: SlotStorage, batch_size: int) -> int:
         if not storage.initialized or self.seq_len > storage.capacity:
             return 0
-        return int(self._starts(storage.block).ends[-1])
+        # What a device finds out is kept, so a write that is not done yet must not be overlooked.
+        with storage._lock, storage._order:
+            return int(self._starts(storage.block).ends[-1])
 
     def take_back(self) -> None:
         """Forgets that the fresh windows of the batch drawn last were served (a reader that was disturbed drops it)."""

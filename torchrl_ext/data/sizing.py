@@ -21,6 +21,13 @@ __all__ = ["free_bytes"]
 #: int64 numbers kept per stream (see :class:`torchrl_ext.data._block.SlotBlock`).
 POSITION_ROWS = 7
 PAGE = 4096
+_CGROUPS = Path("/sys/fs/cgroup")
+#: Where a control group of version 2 and one of version 1 have their limit, what they use, and what of that is pages of
+#: files, which the kernel drops before it refuses memory.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 def default_final_capacity(capacity: int, *, grows: bool) -> int:
@@ -56,7 +63,15 @@ def free_bytes(kind: str, *, device: torch.device | None = None, filename: str |
     Keyword Args:
         device (torch.device, optional): the CUDA device.
         filename (str, optional): the file whose disk counts.
+
+    Raises:
+        ValueError: for another kind, or ``"file"`` without a ``filename``.
     """
+    if kind not in ("cpu", "shared", "cuda", "file") or (kind == "file" and filename is None):
+        raise ValueError(
+            "free_bytes: kind must be 'cpu', 'shared', 'cuda', or 'file' with a filename, got "
+            f"{kind!r} and filename={filename!r}."
+        )
     if kind == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What the caching allocator holds without using it can be allocated too.
@@ -70,12 +85,16 @@ def free_bytes(kind: str, *, device: torch.device | None = None, filename: str |
 
 
 def _cgroup_free() -> float:
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        return math.inf if limit == "max" else int(limit) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return math.inf
+    for limit, used, stat, dropped in _GROUP_FILES:
+        try:
+            most = (_CGROUPS / limit).read_text().strip()
+            if most == "max":
+                return math.inf
+            pages = dict(line.split() for line in (_CGROUPS / stat).read_text().splitlines())
+            return max(0, int(most) - int((_CGROUPS / used).read_text()) + int(pages[dropped]))
+        except (OSError, ValueError, KeyError):
+            continue
+    return math.inf
 
 
 def gigabytes(count: float) -> str:

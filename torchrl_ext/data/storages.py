@@ -193,7 +193,8 @@ class SlotStorage(SavedState):
         Args:
             run (TensorDictBase or PackedRun): batch size ``[K, N]``, time first (``[K]`` when there is one stream). A
                 :class:`~torchrl_ext.data.PackedRun` of the storage's layout is moved as bytes. May be a borrowed view:
-                host data is copied before return, CUDA data on the current stream.
+                host data is copied before return, page-locked host data and CUDA data in the order of the current
+                stream where the storage is on a device.
 
         Keyword Args:
             streams (slice, optional): the columns to write, for a run of batch size ``[K, stop - start]``; blocks

@@ -54,7 +54,8 @@ class FastSACActorNet(nn.Module):
         dtype (torch.dtype, optional): dtype of the parameters. Defaults to torch's default.
 
     Raises:
-        ValueError: if ``hidden_size`` is not a multiple of 4 or ``init_std`` is outside the range.
+        ValueError: if ``hidden_size`` is not a multiple of 4, ``log_std_min`` is above ``log_std_max`` or
+            ``init_std`` is outside the range.
 
     Examples:
         >>> import torch
@@ -77,6 +78,10 @@ class FastSACActorNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not log_std_min <= log_std_max:
+            raise ValueError(
+                f"FastSACActorNet: log_std_min must not be above log_std_max, got [{log_std_min}, {log_std_max}]."
+            )
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         layers: list[nn.Module] = []
         width = observation_dim

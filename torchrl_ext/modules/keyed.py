@@ -41,10 +41,27 @@ class KeyedModule(TensorDictModuleBase):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the same tensordict with the ``out_keys`` written."""
-        outputs = self.module(*[tensordict.get(key) for key in self.in_keys])
+        """Returns the same tensordict with the ``out_keys`` written.
+
+        Raises:
+            KeyError: if an in-key is missing. Nothing is written.
+            ValueError: if the module returns another number of tensors than there are out-keys. Nothing is written.
+        """
+        inputs = [tensordict.get(key, None) for key in self.in_keys]
+        missing = [key for key, value in zip(self.in_keys, inputs, strict=True) if value is None]
+        if missing:
+            raise KeyError(
+                f"KeyedModule: the keys {missing} must be present, got {sorted(map(str, tensordict.keys()))}. "
+                "Nothing was written."
+            )
+        outputs = self.module(*inputs)
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
+        if len(outputs) != len(self.out_keys):
+            raise ValueError(
+                f"KeyedModule: {type(self.module).__name__} must return {len(self.out_keys)} tensors, one for each of "
+                f"{self.out_keys}, got {len(outputs)}. Nothing was written."
+            )
         for key, value in zip(self.out_keys, outputs, strict=True):
             tensordict.set(key, value)
         return tensordict

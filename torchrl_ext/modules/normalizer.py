@@ -155,15 +155,12 @@ class EmpiricalNormalization(TensorDictModuleBase):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the normalised ``in_keys`` to the ``out_keys`` of the same tensordict."""
-        start = 0
-        for index, size in enumerate(self._sizes):
-            shape, end = self.shapes[index], start + size
-            loc, inv_scale = self.loc[start:end].view(shape), self.inv_scale[start:end].view(shape)
-            value = ((self._read(tensordict, index) - loc) * inv_scale).to(self.dtype)
-            tensordict.set(self.out_keys[index], value if self.clamp is None else value.clamp_(-self.clamp, self.clamp))
-            start = end
-        return tensordict
+        """Writes the normalised ``in_keys`` to the ``out_keys`` of the same tensordict.
+
+        Raises:
+            KeyError, ValueError: as :meth:`update`. Nothing is written.
+        """
+        return self._write(tensordict, self._normalized(tensordict))
 
     def normalize_transition(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Normalises a replayed batch: its root and its ``"next"``, with the same statistics.
@@ -173,18 +170,48 @@ class EmpiricalNormalization(TensorDictModuleBase):
 
         Returns:
             TensorDictBase: the same tensordict, ``out_keys`` written in both places. Nothing is counted.
+
+        Raises:
+            KeyError, ValueError: as :meth:`update`, and ``KeyError`` without a ``"next"``. Nothing is written.
         """
-        self.forward(tensordict.get("next"))
-        return self.forward(tensordict)
+        following = tensordict.get("next", None)
+        if following is None:
+            raise self._missing("next", tensordict)
+        later, now = self._normalized(following), self._normalized(tensordict)
+        self._write(following, later)
+        return self._write(tensordict, now)
+
+    def _normalized(self, tensordict: TensorDictBase) -> list[Tensor]:
+        """All of them before the first is written, which may be over an observation."""
+        values, start = [], 0
+        for index, size in enumerate(self._sizes):
+            shape, end = self.shapes[index], start + size
+            loc, inv_scale = self.loc[start:end].view(shape), self.inv_scale[start:end].view(shape)
+            value = self._read(tensordict, index)
+            if value.dtype == torch.bool:
+                value = value.to(self.dtype)  # torch subtracts nothing from flags
+            value = ((value - loc) * inv_scale).to(self.dtype)
+            values.append(value if self.clamp is None else value.clamp_(-self.clamp, self.clamp))
+            start = end
+        return values
+
+    def _write(self, tensordict: TensorDictBase, values: list[Tensor]) -> TensorDictBase:
+        for key, value in zip(self.out_keys, values, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+    @staticmethod
+    def _missing(key: NestedKey, tensordict: TensorDictBase) -> KeyError:
+        return KeyError(
+            f"EmpiricalNormalization: key {key!r} must be present, got {sorted(map(str, tensordict.keys()))}; "
+            "the statistics are unchanged."
+        )
 
     def _read(self, tensordict: TensorDictBase, index: int) -> Tensor:
         key, shape = self.in_keys[index], self.shapes[index]
         value = tensordict.get(key, None)
         if value is None:
-            raise KeyError(
-                f"EmpiricalNormalization: key {key!r} must be present, got {sorted(map(str, tensordict.keys()))}; "
-                "the statistics are unchanged."
-            )
+            raise self._missing(key, tensordict)
         if value.shape != (*tensordict.batch_size, *shape):
             raise ValueError(
                 f"EmpiricalNormalization: key {key!r} must have shape {[*tensordict.batch_size, *shape]} (batch, then "
