@@ -1371,6 +1371,23 @@ class TestBadInput:
         assert message.count(" GB") + message.count(" TB") + message.count(" GiB") >= 2, message
 
 
+class TestFill:
+    """Contract: what waits in the rings can be asked for from any thread."""
+
+    def test_fill_waits_for_a_thread_that_drains(self):
+        collector = RingCollector(lambda: CountingEnv(2), frames_per_batch=8)
+        try:
+            asked = threading.Thread(target=lambda: collector.fill, daemon=True)
+            with collector._workers.lock:
+                asked.start()
+                asked.join(0.2)
+                assert asked.is_alive(), "two threads used the counters of a ring at once"
+            asked.join(30.0)
+            assert not asked.is_alive()
+        finally:
+            collector.shutdown()
+
+
 class TestHookThatRaises:
     """Contract: a hook's error reaches the caller; its rows are in the replay, once, and draining goes on."""
 

@@ -30,6 +30,7 @@ from torchrl.data import Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_ext.collectors import RingCollector
+from torchrl_ext.collectors._ring_worker import RingWorker
 from torchrl_ext.data import SlotReplayBuffer, SlotStorage, TransitionSampler
 from torchrl_ext.testing import CountingEnv
 from torchrl_ext.transport import RingPeerDied
@@ -467,6 +468,40 @@ class TestRestart:
 
 
 # ---------------------------------------------------------------------- scripts
+
+
+class TestWeightsOfANewStart:
+    """Contract: a worker that starts anew may ask for its weights before it is ready, and is answered."""
+
+    def test_weights_are_shown_while_a_worker_starts(self, monkeypatch):
+        answers = [False, False, False, True]
+        worker = RingWorker.__new__(RingWorker)
+        process = SimpleNamespace(poll=lambda _: answers.pop(0), recv=lambda _, what: ("ready", None))
+        worker._process, worker.board = process, SimpleNamespace(heartbeat=SimpleNamespace(reset=lambda: None))
+        shown = []
+        worker.wait_until_ready(time.monotonic() + DEADLINE, lambda: shown.append(len(answers)))
+        assert shown == [3, 2, 1] and not answers
+
+    def test_a_restart_shows_them(self, monkeypatch):
+        collector = RingCollector(
+            lambda: CountingEnv(2), frames_per_batch=2, replay_buffer=make_buffer(2), max_restarts=1
+        )
+        wait, seen = RingWorker.wait_until_ready, []
+
+        def noted(worker, deadline, meanwhile=None):
+            seen.append(meanwhile)
+            wait(worker, deadline, meanwhile)
+
+        monkeypatch.setattr(RingWorker, "wait_until_ready", noted)
+        try:
+            first = collector.pids[0]
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: gone([first]), "the death of the worker")
+            collector.hold_at(None)
+            wait_until(lambda: collector.drain() and collector.pids[0] != first, "the new start")
+            assert seen == [collector._workers.poll_weights]
+        finally:
+            collector.shutdown()
 
 
 SCRIPT = """

@@ -86,6 +86,17 @@ class TestOneProcess:
         monkeypatch.setattr(slots._cursors, "fence", lambda: [publisher.publish(value(0)) for _ in range(2)])
         assert slots.read(room(), attempts=3) is None
 
+    @pytest.mark.parametrize(
+        "wrong", [value(1)[:1], value(1)[:-1], value(1).view(torch.int64), value(1).float()], ids=lambda v: str(v.dtype)
+    )
+    def test_value_of_another_size_or_kind_is_refused_and_nothing_is_published(self, wrong):
+        slots, out = SeqlockSlots(8 * WORDS), room()
+        slots.publish(value(1))
+        with pytest.raises(ValueError, match=r"value must be uint8 \[4096\], got .*. Nothing was published"):
+            slots.publish(wrong)
+        assert (slots.version, slots.read(out)) == (1, 1)
+        assert torch.equal(out, value(1))
+
     def test_empty_value_is_refused(self):
         with pytest.raises(ValueError, match="nbytes must be at least 1"):
             SeqlockSlots(0)

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ from torchrl_ext.transport import (
     RingPeerDied,
 )
 from torchrl_ext.transport.cursors import Cursor
+from torchrl_ext.transport.pinning import Pinned
+from torchrl_ext.transport.segment import Segment
+from torchrl_ext.transport.segment import _attach as segment_of_process
 
 DEADLINE = 60.0
 #: Slots of the stress test; a million in the long run.
@@ -189,6 +193,14 @@ class TestOrderAndRoom:
             assert span.num_steps == 3
         assert steps_of(consumer) == [3]
 
+    @pytest.mark.parametrize("max_steps", [0, -1])
+    def test_span_of_no_steps_is_refused(self, make, max_steps):
+        ring, producer, consumer = make(capacity=4)
+        write_step(ring, producer, 0)
+        with pytest.raises(ValueError, match=f"max_steps must be at least 1, got {max_steps}. Nothing was lent"):
+            consumer.read_span(max_steps)
+        assert steps_of(consumer) == [0]
+
     def test_credit_bounds_what_is_ever_written(self, make):
         ring, producer, consumer = make(capacity=4)
         consumer.grant(6)
@@ -237,7 +249,9 @@ class TestPush:
 
     def test_missing_field_publishes_nothing(self, make):
         ring, producer, consumer = make()
-        with pytest.raises(KeyError):
+        with pytest.raises(
+            KeyError, match="'observation' must be among the fields, got \\['step'\\]. Nothing was published"
+        ):
             producer.push({"step": torch.zeros(2, dtype=torch.int64)})
         assert consumer.fill == 0
 
@@ -278,6 +292,14 @@ class TestBorrowedSpans:
         consumer.read_span().release()
         with consumer.read_span() as span:
             assert span.view()["step"][0, 0] == 0
+
+    def test_released_span_says_that_it_was_given_up(self, make):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        span = consumer.read_span()
+        span.release()
+        with pytest.raises(RuntimeError, match="Span: steps 0 to 0 were committed or released"):
+            span.view()
 
     def test_next_span_needs_the_last_one_committed(self, make):
         ring, producer, consumer = make()
@@ -383,7 +405,7 @@ class TestTail:
 
         def fence() -> None:
             fences.append(len(fences))
-            if len(fences) == 3:  # admitted, begun, copied
+            if len(fences) == 4:  # admitted, the newest, begun, copied
                 write_step(ring, producer, 1, tail=True)
 
         monkeypatch.setattr(consumer._cursors, "fence", fence)
@@ -428,6 +450,53 @@ class TestHeader:
             write_step(ring, second, step, ended=(0,), begins=step == 1)
             assert steps_of(consumer) == [step]
 
+    def test_marks_of_a_killed_producer_are_not_on_the_rows_of_another_one(self, make):
+        ring, producer, consumer = make(capacity=2)
+        for _ in range(2):
+            producer.reserve()
+            producer.publish(cut_streams=np.array([1]))
+        steps_of(consumer)
+        consumer.restart()
+        second = type(producer)(ring)
+        for step in range(4):
+            write_step(ring, second, step, begins=step == 0)
+            with consumer.read_span() as span:
+                assert span.rows.view(torch.int32)[0, :, ring.layout.final_offset // 4].tolist() == [-1, -1]
+
+    def test_tail_of_a_step_that_a_killed_producer_did_not_publish_is_not_that_of_another_one(self, make, monkeypatch):
+        """Forced: it is killed when the tail is complete and the counter has not moved."""
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        assert steps_of(consumer) == [0]
+        fence, calls = producer._cursors.fence, []
+
+        def die_at_the_last() -> None:
+            fence()
+            calls.append(ring.parts.cursors()[Cursor.TAIL_FINISHED])
+            if calls[-1] == 2 or ring.parts.rows.is_cuda:
+                raise KeyboardInterrupt
+
+        producer.reserve()
+        monkeypatch.setattr(producer._cursors, "fence", die_at_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            producer.publish(tail=packed(ring.layout, [7.0, 7.0]))
+        assert consumer.restart() == 0
+        write_step(ring, type(producer)(ring), 1, begins=True)
+        assert consumer.read_span().run.tail is None
+
+    def test_span_that_is_open_at_a_restart_is_void(self, make):
+        ring, producer, consumer = make()
+        for step in range(2):
+            write_step(ring, producer, step, ended=(0,))
+        span = consumer.read_span()
+        assert consumer.restart() == 2
+        span.commit()
+        assert (consumer.read, consumer.finals, consumer.unread) == (2, 2, 0)
+        with pytest.raises(RuntimeError, match="were committed or released"):
+            span.view()
+        write_step(ring, type(producer)(ring), 5, begins=True)
+        assert steps_of(consumer) == [5]
+
     def test_slots_that_were_not_read_are_dropped_by_a_restart(self, make):
         ring, producer, consumer = make()
         for step in range(3):
@@ -459,6 +528,19 @@ class TestOrdering:
         assert seen == [(0, 0)]
         assert ring.parts.cursors()[Cursor.ISSUED] == 1
 
+    def test_completeness_is_asked_behind_a_fence_after_the_counter(self, make, monkeypatch):
+        """On arm64 the question about a slot's event could come before the counter that admits the slot."""
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0)
+        write_step(ring, producer, 1)
+        seen, complete, fence = [], consumer._complete, consumer._cursors.fence
+        monkeypatch.setattr(consumer._cursors, "fence", lambda: (seen.append("fence"), fence()))
+        monkeypatch.setattr(consumer, "_complete", lambda issued: (seen.append("asked"), complete(issued))[1])
+        for ask in (lambda: consumer.fill, lambda: consumer.tail_of(0), lambda: consumer.tail_of(1)):
+            seen.clear()
+            ask()
+            assert seen[:2] == ["fence", "asked"]
+
     def test_commit_fences_before_the_slots_are_given_back(self, make, monkeypatch):
         ring, producer, consumer = make()
         write_step(ring, producer, 0)
@@ -467,6 +549,29 @@ class TestOrdering:
         span.commit()
         assert seen == [0]
         assert ring.parts.cursors()[Cursor.READ] == 1
+
+    def test_ends_work_on_after_an_interrupt_in_the_middle_of_a_fence(self, make):
+        """Forced: Ctrl-C comes when the fence has half happened; the consumer must still be able to close its ring."""
+        ring, producer, consumer = make()
+
+        class Interrupted:
+            def __init__(self, gate: Any) -> None:
+                self.gate, self.acquire = gate, gate.acquire
+
+            def release(self) -> None:
+                self.gate.release()
+                raise KeyboardInterrupt
+
+        gate = consumer._cursors._gate
+        consumer._cursors._gate = Interrupted(gate)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.read_span()
+        consumer._cursors._gate = gate
+        write_step(ring, producer, 0)
+        assert steps_of(consumer) == [0]
+        consumer.close()
+        with pytest.raises(RingClosed):
+            producer.reserve()
 
 
 class TestEndOfARing:
@@ -494,6 +599,18 @@ class TestEndOfARing:
         with pytest.raises(RingPeerDied, match="producer's process"):
             consumer.read_span()
 
+    def test_end_that_closes_and_ends_while_it_is_asked_after_has_closed(self, make):
+        """Forced: the other end closes, and its process ends, between the looks at the counters and at its life."""
+        ring, producer, consumer = make(capacity=2)
+        consumer = type(consumer)(ring, is_alive=lambda: bool(producer.close()))
+        with pytest.raises(RingClosed, match="everything was read"):
+            consumer.read_span()
+        ring, producer, consumer = make(capacity=2)
+        producer = type(producer)(ring, is_alive=lambda: bool(consumer.close()))
+        assert [write_step(ring, producer, step) for step in range(2)] == [True, True]
+        with pytest.raises(RingClosed, match="Nothing was reserved"):
+            producer.reserve()
+
     def test_dead_consumer_is_noticed_when_there_is_no_room(self, make):
         ring, producer, _ = make(capacity=2)
         producer = type(producer)(ring, is_alive=lambda: False)
@@ -502,11 +619,55 @@ class TestEndOfARing:
             producer.reserve()
 
 
+class TestPinned:
+    """Contract: memory is page-locked for one device, and given up when that device has read it."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        calls, devices = [], []
+
+        class Device:
+            def __init__(self, device: Any) -> None:
+                self.device = device
+
+            def __enter__(self) -> None:
+                devices.append(self.device)
+
+            def __exit__(self, *_: object) -> None:
+                devices.pop()
+
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda *_: calls.append(("lock", devices[-1])) or 0,
+            cudaHostUnregister=lambda *_: calls.append(("unlock", devices[-1])),
+        )
+        monkeypatch.setattr(torch.cuda, "device", Device)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append(("wait", device)))
+        return calls
+
+    def test_the_device_that_reads_is_waited_for_whatever_the_current_one_is(self, calls):
+        device = torch.device("cuda", 1)
+        pinned = Pinned(torch.zeros(4096, dtype=torch.uint8), "Test", device)
+        pinned.release()
+        pinned.release()
+        assert calls == [("lock", device), ("wait", device), ("unlock", device)]
+
+    def test_consumer_locks_for_its_own_device(self, calls):
+        device = torch.device("cuda", 1)
+        ring, _, _ = make_host()
+        HostConsumer(ring, device=device).close()
+        assert calls == [("lock", device), ("wait", device), ("unlock", device)]
+
+
 class TestBadInput:
     @pytest.mark.parametrize("sizes", [(1, 2), (4, 0)])
     def test_impossible_sizes_are_refused(self, sizes):
         with pytest.raises(ValueError, match="HostRing: capacity must be at least 2"):
             HostRing(make_layout(), *sizes)
+
+    def test_ring_in_device_memory_needs_a_device(self):
+        with pytest.raises(ValueError, match="CudaIpcRing: device must be a CUDA device, got cpu. Nothing was alloc"):
+            CudaIpcRing(make_layout(), 4, 2, device="cpu")
 
     def test_arena_smaller_than_a_step_is_refused(self):
         with pytest.raises(ValueError, match="final_capacity at least num_streams"):
@@ -515,6 +676,19 @@ class TestBadInput:
     def test_more_memory_than_there_is_is_refused_with_both_numbers(self):
         with pytest.raises(MemoryError, match=r"HostRing: .* GB are needed, .* are free. Nothing was allocated"):
             HostRing(make_layout(), 2**30, 2**20)
+
+    def test_segment_that_cannot_be_mapped_leaves_no_descriptor_open(self, monkeypatch):
+        segment = Segment(4096, "Test")
+        received = SimpleNamespace(detach=lambda: os.dup(segment._descriptor))
+        before = len(os.listdir("/proc/self/fd"))
+
+        def refuse(*_: Any) -> None:
+            raise OSError("no room for a mapping")
+
+        monkeypatch.setattr("mmap.mmap", refuse)
+        with pytest.raises(OSError, match="no room"):
+            segment_of_process(received, 4096)
+        assert len(os.listdir("/proc/self/fd")) == before
 
     def test_publish_without_a_slot_is_refused(self, make):
         _, producer, _ = make()
@@ -529,6 +703,32 @@ class TestBadInput:
         assert consumer.fill == 0
         producer.publish()
         assert consumer.fill == 1
+
+    @pytest.mark.parametrize(
+        ("streams", "finals", "tail", "message"),
+        [
+            ([0], (1, 1), None, r"finals must be uint8 \[1, >= 32\], got torch.uint8 \[1, 1\]"),
+            ([2], (1, 32), None, r"final_streams must be ascending ids below 2, got \[2\]"),
+            ([-1], (1, 32), None, r"final_streams must be ascending ids below 2, got \[-1\]"),
+            ([1, 0], (2, 32), None, r"final_streams must be ascending ids below 2, got \[1 0\]"),
+            (None, None, (1, 32), r"tail must be uint8 \[2, >= 32\], got torch.uint8 \[1, 32\]"),
+            (None, None, (2, 8), r"tail must be uint8 \[2, >= 32\], got torch.uint8 \[2, 8\]"),
+        ],
+    )
+    def test_successors_that_fit_no_row_are_refused_and_nothing_is_published(
+        self, make, streams, finals, tail, message
+    ):
+        ring, producer, consumer = make()
+        write_step(ring, producer, 0, tail=True)
+        producer.reserve()
+        with pytest.raises(ValueError, match=message + ". Nothing was published"):
+            producer.publish(
+                final_streams=None if streams is None else np.array(streams),
+                finals=None if finals is None else torch.zeros(finals, dtype=torch.uint8),
+                tail=None if tail is None else torch.zeros(tail, dtype=torch.uint8),
+            )
+        assert consumer.fill == 1
+        assert consumer.read_span().run.tail is not None, "the tail of the step before is untouched"
 
 
 # ------------------------------------------------------------------------------------------- processes

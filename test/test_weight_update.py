@@ -20,6 +20,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_ext.modules import EmpiricalNormalization
 from torchrl_ext.testing import CountingEnv
+from torchrl_ext.transport.cursors import CURSOR_BYTES
 from torchrl_ext.weight_update import SeqlockWeightSyncScheme, WeightLayout
 from torchrl_ext.weight_update import _sending as sending
 from torchrl_ext.weight_update._channel import ANSWERED
@@ -170,6 +171,27 @@ class TestLayout:
             change()
             layout.unpack(flat, module)
             assert torch.equal(packed(module)[1], flat)
+
+    def test_leaves_that_were_added_meanwhile_are_noticed(self):
+        def module() -> nn.Module:
+            made = nn.Sequential(nn.Linear(2, 1))
+            made.register_buffer("later", None)
+            return made
+
+        for make, add in (
+            (module, lambda m: m.register_parameter("more", nn.Parameter(torch.ones(3)))),
+            (module, lambda m: setattr(m, "later", torch.ones(2))),
+            (module, lambda m: m.append(nn.Linear(1, 1))),
+            (lambda: TensorDict(a=TensorDict(b=torch.zeros(2))), lambda td: td.set(("a", "c"), torch.ones(1))),
+        ):
+            source = make()
+            layout, flat = packed(source)
+            layout.unpack(flat, source)
+            add(source)
+            before = flat.clone()
+            with pytest.raises(ValueError, match="must be absent, got torch.float32"):
+                layout.pack(source, flat)
+            assert torch.equal(flat, before)
 
     def test_weights_are_not_kept_alive(self):
         layout, flat = packed(nn.Linear(3, 2))
@@ -340,6 +362,7 @@ class TestScheme:
         [
             ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
             ({"devices": []}, "num_workers must be at least 1, got 0"),
+            ({"devices": ["cpu"], "num_workers": 2}, "devices must be one for each of 2 workers, got 1"),
             ({"params_map": {}}, "num_workers must be at least 1, got 0"),
             ({"params_map": {0: 0, 2: 2}}, r"params_map must have weights for workers \[0, 1\], got \[0, 2\]"),
             ({"params_map": {0: 0}, "num_workers": 2}, r"params_map must have weights for workers \[0, 1\], got \[0\]"),
@@ -355,6 +378,29 @@ class TestScheme:
         with pytest.raises(ValueError, match=message):
             scheme.init_on_sender(**given)
         assert not scheme.initialized_on_sender and scheme.layout is None
+
+    def test_extra_state_that_changed_meanwhile_keeps_all_workers_weights(self):
+        class Counting(nn.Linear):
+            seen = torch.zeros(())
+
+            def get_extra_state(self) -> dict[str, torch.Tensor]:
+                return {"seen": self.seen}
+
+            def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+                self.seen = state["seen"]
+
+        learners, policy = {worker: Counting(2, 1) for worker in range(2)}, Counting(2, 1)
+        scheme = SeqlockWeightSyncScheme(num_workers=2)
+        scheme.init_on_sender(model_id="policy", model=learners[0])
+        scheme.connect()
+        scheme.send(learners)
+        receiver = scheme.for_worker(0)
+        receiver.init_on_receiver(model_id="policy", model=policy)
+        receiver.connect()
+        learners[1].seen = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"key '__extra_state__.seen' must be torch.float32 \[\]"):
+            scheme.send(learners)
+        assert receiver.receive() is None and scheme.versions == {0: 2, 1: 2}
 
     def test_failed_initialisation_leaves_the_scheme_as_it_was(self):
         learner = make_policy()
@@ -465,6 +511,41 @@ class TestScheme:
         policy.module[0].bias = bias
         assert receiver.receive() is not None and same(policy, learner) and receiver.version == 2
 
+    def test_weights_whose_way_into_the_model_failed_are_applied_the_next_time(self):
+        class Failing(nn.Linear):
+            fails = False
+
+            def get_extra_state(self) -> dict[str, torch.Tensor]:
+                return {"seen": torch.zeros(())}
+
+            def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+                if self.fails:
+                    raise RuntimeError("not now")
+
+        learner, policy = Failing(2, 1), Failing(2, 1)
+        scheme = SeqlockWeightSyncScheme(num_workers=1)
+        scheme.init_on_sender(model_id="policy", model=learner)
+        scheme.connect()
+        receiver = scheme.for_worker(0)
+        receiver.init_on_receiver(model_id="policy", model=policy)
+        receiver.connect()
+        fill(learner, 3.0)
+        scheme.send()
+        policy.fails = True
+        with pytest.raises(RuntimeError, match="not now"):
+            receiver.receive()
+        policy.fails = False
+        assert receiver.receive() is not None and same(policy, learner) and receiver.version == 2
+
+    def test_receiver_without_a_model_is_refused_in_one_sentence(self):
+        scheme = SeqlockWeightSyncScheme(num_workers=1)
+        scheme.init_on_sender(model_id="policy", model=make_policy())
+        receiver, empty = scheme.for_worker(0), SimpleNamespace(policy=None)
+        for given in ({}, {"context": empty}):
+            with pytest.raises(ValueError, match="must be given a model, or a context whose 'policy' is one"):
+                receiver.init_on_receiver(model_id="policy", **given)
+            assert not receiver.initialized_on_receiver
+
     def test_receiver_with_a_context_receives_before_each_call(self):
         class Collector:
             versions = 0
@@ -501,6 +582,31 @@ class TestScheme:
         receiver.init_on_receiver(model_id="policy", model=policy)
         receiver.connect()
         assert same(learner, policy) and policy.coarse.requires_grad and not policy.empty.is_meta
+
+    @pytest.mark.parametrize("make", ["in a module", "alone"])
+    def test_tensordict_without_memory_gets_it_from_the_first_weights(self, make):
+        class Holder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.params = TensorDictParams(TensorDict(a=TensorDict.from_module(nn.Linear(3, 2)).data.clone()))
+
+        made = Holder if make == "in a module" else lambda: TensorDict(a=TensorDict(b=torch.randn(3)), device="cpu")
+        learner = made()
+        if make == "in a module":
+            with torch.device("meta"):
+                policy = made()
+        else:
+            policy = made().to("meta").lock_()
+        scheme = SeqlockWeightSyncScheme(num_workers=1)
+        scheme.init_on_sender(model_id="policy", **{"model" if make == "in a module" else "weights": learner})
+        scheme.connect()
+        receiver = scheme.for_worker(0)
+        receiver.init_on_receiver(model_id="policy", model=policy)
+        receiver.connect()
+        ours, theirs = (held.params if make == "in a module" else held for held in (learner, policy))
+        assert bool((ours.data == theirs.data).all())
+        if make == "in a module":
+            assert all(parameter.device.type == "cpu" for parameter in policy.parameters())
 
 
 def pickle_free(scheme: SeqlockWeightSyncScheme) -> SeqlockWeightSyncScheme:
@@ -624,6 +730,15 @@ class TestSendingEnd:
         end.poll()
         assert self.read() == 2 and self.read() is None and end.idle
 
+    def test_weights_that_cannot_be_packed_replace_nothing(self, end):
+        copy = FakeCopy(1, self.NBYTES)
+        end.send(copy)
+        with pytest.raises(ValueError, match="key 'other' must be absent"):
+            end.put(WeightLayout([("weight", (self.NBYTES,), torch.uint8)]), {"other": torch.zeros(1)})
+        copy.done = True
+        end.poll()
+        assert self.read() == 1 and end.idle
+
     def test_device_memory_takes_over_once_it_is_open(self, end):
         self.channel.host.publish(torch.zeros(self.NBYTES, dtype=torch.uint8))
         assert not end.settled
@@ -639,6 +754,25 @@ class TestSendingEnd:
         end.poll()
         assert end.idle and end.version == 3 and int(slots.newest()[0]) == 6
         assert self.read() == 0  # host memory keeps the last one of before
+
+    def test_question_that_is_asked_anew_while_it_is_read_is_answered_once_it_is_whole(self, end):
+        """Forced: a worker's model moved after its first question, and the sender looks while it writes the second."""
+        self.channel.ask(self.cursors, "GPU-2")
+        put = self.channel._put
+
+        def stop_halfway(box: int, value: Any) -> None:
+            put(box, value)
+            whole = bytes(self.channel.control.memory)
+            self.channel.control.memory[CURSOR_BYTES + 8 : CURSOR_BYTES + 12] = b"\xff" * 4
+            end.poll()
+            assert self.cursors[ANSWERED] == 0 and not end.settled
+            self.channel.control.memory[CURSOR_BYTES:] = whole[CURSOR_BYTES:]
+
+        self.channel._put = stop_halfway
+        number = self.channel.ask(self.cursors, "GPU-1")
+        self.channel._put = put
+        end.poll()
+        assert self.cursors[ANSWERED] == number
 
     def test_worker_that_cannot_open_keeps_host_memory(self, end):
         with pytest.raises(RuntimeError, match="could not map the memory. transport='ipc' forbids that"):

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,9 @@ from torchrl_ext.transport import CudaIpcConsumer, CudaIpcRing, HostConsumer, Ho
 from torchrl_ext.transport.consumer import RingConsumer
 
 __all__ = ["Refused", "RingWorker"]
+
+#: Seconds between two calls of what is done while a worker starts.
+_LOOK_EVERY = 0.05
 
 
 class Refused(RuntimeError):  # noqa: N818  # no error where another transport will do
@@ -91,13 +94,15 @@ class RingWorker:
             self._exported = self._ring.export()
             self._process.send(self._exported)
 
-    def wait_until_ready(self, deadline: float) -> None:
-        """Waits until the worker has its environment and policy.
+    def wait_until_ready(self, deadline: float, meanwhile: Callable[[], Any] | None = None) -> None:
+        """Waits until the worker has its environment and policy, calling ``meanwhile`` over and over.
 
         Raises:
             Refused: when it could not map the ring.
             RuntimeError, RingPeerDied, TimeoutError: see :meth:`WorkerProcess.recv`.
         """
+        while meanwhile is not None and time.monotonic() < deadline and not self.process.poll(_LOOK_EVERY):
+            meanwhile()
         left = max(deadline - time.monotonic(), 0.0)
         answer, reason = self.process.recv(left, what="that its environment and policy are ready")
         if answer == "refused":
@@ -188,8 +193,12 @@ class RingWorker:
         # By what was delivered: a random step that was dropped is acted again.
         return max(self._random_steps - self.steps, 0)
 
-    def restart(self, deadline: float, *, seed: int | None, epoch: int) -> None:
+    def restart(
+        self, deadline: float, *, seed: int | None, epoch: int, meanwhile: Callable[[], Any] | None = None
+    ) -> None:
         """Starts another process for the same streams after this one has ended and what it published was read.
+
+        ``meanwhile`` is called over and over until it is ready.
 
         When that one does not become ready it is dead as well, and may be started anew in its turn.
         """
@@ -203,7 +212,7 @@ class RingWorker:
         self.board.counters[Counter.COMMANDS] = 0
         self.start()
         try:
-            self.wait_until_ready(deadline)
+            self.wait_until_ready(deadline, meanwhile)
         except BaseException:
             self.process.kill()  # it would step, and say that it is ready, when nobody expects it
             raise

@@ -144,7 +144,9 @@ class WorkerSet:
         torchrl_logger.warning(f"RingCollector: {worker.process.failure()}; {worker.name} is started anew.")
         self._restarts_left -= 1
         self.epoch += 1  # seeds that no stream had
-        worker.restart(time.monotonic() + self.boot_timeout, seed=self.seed, epoch=self.epoch)
+        deadline = time.monotonic() + self.boot_timeout
+        # Weights that come through the memory of a device are handed over while the worker waits for them.
+        worker.restart(deadline, seed=self.seed, epoch=self.epoch, meanwhile=self.poll_weights)
 
     def wait_until_quiet(self, worker: RingWorker) -> None:
         """Waits until a worker without credit rests; a dead one rests where a restart is left for it."""

@@ -417,7 +417,8 @@ class RingCollector(BaseCollector):
     @property
     def fill(self) -> list[int]:
         """Steps that wait in each ring."""
-        return [worker.consumer.fill for worker in self._workers]
+        with self._workers.lock:  # a thread that drains reads the same counters
+            return [worker.consumer.fill for worker in self._workers]
 
     @property
     def pids(self) -> list[int]:

@@ -25,7 +25,7 @@ class RingConsumer(abc.ABC):
     """Lends spans and gives their slots back; see :mod:`torchrl_ext.transport.ring`.
 
     Where spans are copied by a CUDA device, a committed slot is given back once the copies that were enqueued on the
-    current stream before the commit are done: :meth:`poll`, which every other call does too, looks after that without
+    current stream before the commit are done: :meth:`poll`, which :meth:`read_span` does too, looks after that without
     waiting.
     """
 
@@ -39,7 +39,7 @@ class RingConsumer(abc.ABC):
         self._shape, self._parts, self._is_alive, self._device = shape, parts, is_alive, device
         self._cursors = parts.cursors()
         self._read, self._finals = self._cursors[Cursor.READ], self._cursors[Cursor.FINALS_READ]
-        self._borrowed = False
+        self._lent: Span | None = None
         self._leaving: deque[tuple[torch.cuda.Event, int, int]] = deque()
         self._spare: list[torch.cuda.Event] = []
         self._first_rows = np.arange(shape.capacity) * shape.num_streams  # of each step of a span
@@ -92,12 +92,15 @@ class RingConsumer(abc.ABC):
                 published, else in the tail. Defaults to True.
 
         Raises:
+            ValueError: when ``max_steps`` is less than 1. Nothing was lent.
             RuntimeError: while an earlier span is not committed.
             RingClosed: when everything was read and the producer closed the ring.
             RingPeerDied: when everything was read and the producer's process is dead.
         """
-        if self._borrowed:
+        if self._lent is not None:
             raise RuntimeError(f"{self._name}: the last span must be committed before the next one is read.")
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"{self._name}: max_steps must be at least 1, got {max_steps}. Nothing was lent.")
         if self._leaving:
             self.poll()
         shape, cursors, first = self._shape, self._cursors, self._read
@@ -119,9 +122,8 @@ class RingConsumer(abc.ABC):
             final_rows, finals, count = self._finals_of(start, steps)
         successors = self.tail_of(first + steps - 1) if tail else None
         run = PackedRun(shape.layout, parts.rows[start : start + steps], final_rows, finals, successors)
-        self._borrowed = True
         versions = parts.versions[start : start + steps]
-        return Span(
+        self._lent = Span(
             run,
             first,
             lambda: self._commit(steps, count),
@@ -129,6 +131,7 @@ class RingConsumer(abc.ABC):
             begins=begins,
             versions=versions,
         )
+        return self._lent
 
     def tail_of(self, step: int) -> torch.Tensor | None:
         """Returns the successors of a published step that is not given back, None while they are not known.
@@ -140,16 +143,16 @@ class RingConsumer(abc.ABC):
             torch.Tensor, optional: uint8 ``[n, >= successor_bytes]``, borrowed as a span is; those of streams that
             ended there mean nothing.
         """
-        after = step + 1
-        if self._complete(self._cursors[Cursor.ISSUED]) > after:
-            self._cursors.fence()
+        after, issued = step + 1, self._cursors[Cursor.ISSUED]
+        self._cursors.fence()  # the event is asked after the counter that admits it, and the slot is read after both
+        if self._complete(issued) > after:
             slot = after % self._shape.capacity
             return None if self._parts.begins[slot] else self._parts.rows[slot]
         return self._tail(step)
 
     def _refuse_for_ever(self) -> None:
-        # Asked in this order: what was published before the end is read first.
-        closed, alive = self._cursors[Cursor.PRODUCER_CLOSED], self._is_alive is None or self._is_alive()
+        # Asked in this order: one that closes and ends in between has closed, and what it published before is read.
+        alive, closed = self._is_alive is None or self._is_alive(), self._cursors[Cursor.PRODUCER_CLOSED]
         if not closed and alive:
             return
         self._cursors.fence()
@@ -179,7 +182,7 @@ class RingConsumer(abc.ABC):
     def _commit(self, steps: int, finals: int) -> None:
         self._read += steps
         self._finals += finals
-        self._borrowed = False
+        self._lent = None
         if self._device is None:
             self._give_back(self._read, self._finals)
             return
@@ -188,7 +191,7 @@ class RingConsumer(abc.ABC):
         self._leaving.append((event, self._read, self._finals))
 
     def _release(self) -> None:
-        self._borrowed = False
+        self._lent = None
 
     def _give_back(self, read: int, finals: int) -> None:
         self._cursors.fence()  # the reads come before the slots may be written again
@@ -205,15 +208,16 @@ class RingConsumer(abc.ABC):
     def restart(self) -> int:
         """Makes the ring ready for another producer after the last one has ended.
 
-        Read everything first: what was issued and never became complete is dropped.
+        Read everything first: what was issued and never became complete is dropped, and a span that is open released.
 
         Returns:
             int: the slots that were dropped.
         """
+        if self._lent is not None:
+            self._lent.release()  # committed later, it would give back slots that are not its own any more
         cursors = self._cursors
         dropped = cursors[Cursor.ISSUED] - self._read
         self._read, self._finals = cursors[Cursor.ISSUED], cursors[Cursor.FINALS_ISSUED]
-        self._borrowed = False
         if self._leaving:
             self._leaving[-1][0].synchronize()  # our own reads
             self._leaving.clear()

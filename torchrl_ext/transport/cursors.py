@@ -61,8 +61,12 @@ class Cursors:
         Releasing and taking a lock is a full barrier on both architectures; nobody else knows this one, so it never
         waits, and no lock is shared between processes, where it would be lost with a killed owner.
         """
-        self._gate.release()
-        self._gate.acquire()
+        try:
+            self._gate.release()
+        finally:
+            # Also after an interrupt in between, or this end could not even close any more. Without waiting: where the
+            # lock was not released, it is held.
+            self._gate.acquire(False)
 
     def __getitem__(self, cursor: int) -> int:
         return self._counters[cursor]

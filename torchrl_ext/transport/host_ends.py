@@ -35,7 +35,8 @@ class HostProducer(RingProducer):
         self.slots = [ring.layout.view(rows).lock_() for rows in ring.parts.rows]
         self._rows = list(ring.parts.rows)
         self._leaves = [list(ring.layout.leaves(rows, ring.layout.fields).values()) for rows in ring.parts.rows]
-        self._marked: set[int] = set()
+        self._marked = set(range(ring.capacity))  # a killed producer may have left marks anywhere, and a tail beyond
+        self._cursors[Cursor.TAIL_FINISHED] = min(self._cursors[Cursor.TAIL_FINISHED], self._issued)
 
     def _slot(self) -> int:
         return self._issued % self._shape.capacity
@@ -86,7 +87,7 @@ class HostConsumer(RingConsumer):
     ) -> None:
         on_device = device is not None and device.type == "cuda"
         super().__init__(ring.shape, ring.parts, is_alive, device if on_device else None)
-        self._pinned = Pinned(ring.segment.bytes, "HostConsumer") if on_device else None
+        self._pinned = None if self._device is None else Pinned(ring.segment.bytes, "HostConsumer", self._device)
 
     def _complete(self, issued: int) -> int:
         return issued

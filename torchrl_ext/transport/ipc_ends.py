@@ -31,9 +31,14 @@ class CudaIpcProducer(RingProducer):
     Keyword Args:
         is_alive (callable, optional): whether the consumer's process lives; asked only when there is no room.
         staging (int, optional): page-locked steps, at most the ring's capacity. Defaults to 4.
+
+    Raises:
+        ValueError: for less than one step of staging.
     """
 
     def __init__(self, ring: CudaIpcRing, *, is_alive: Callable[[], bool] | None = None, staging: int = 4) -> None:
+        if staging < 1:
+            raise ValueError(f"CudaIpcProducer: staging must be at least 1, got {staging}. Nothing was allocated.")
         super().__init__(ring.shape, ring.parts, is_alive)
         shape, device = ring.shape, ring.device
         self._events, self._device = ring.events, device
@@ -54,6 +59,7 @@ class CudaIpcProducer(RingProducer):
         self._first = self._issued
 
     def _slot(self) -> int:
+        self._on_device = False  # a push whose publication failed may have left its rows there
         before = self._issued - self._depth
         if before >= self._first:
             # Our own copy out of this memory. Its event is recorded anew only a lap of the ring later, and one of a
@@ -67,6 +73,8 @@ class CudaIpcProducer(RingProducer):
             staged = self._issued % self._depth
             self._copy_leaves(self._staged[staged], leaves, self._rows[staged])
             return
+        # A copy out of the caller's pinned memory would be under way when the caller overwrites it.
+        leaves = {key: torch.as_tensor(leaf).clone() if _is_pinned(leaf) else leaf for key, leaf in leaves.items()}
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._copy_leaves(self._leaves[self._issued % self._shape.capacity], leaves)
@@ -121,6 +129,11 @@ class CudaIpcProducer(RingProducer):
         """Says that nothing more will come, when what was published has arrived on the device."""
         self._stream.synchronize()
         super().close()
+
+
+def _is_pinned(leaf: torch.Tensor | np.ndarray) -> bool:
+    leaf = leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(leaf)
+    return not leaf.is_cuda and leaf.is_pinned()
 
 
 class CudaIpcConsumer(RingConsumer):

@@ -51,7 +51,7 @@ class CudaIpcRing:
             once the next row is written.
 
     Raises:
-        ValueError: on impossible sizes.
+        ValueError: on impossible sizes, or another device.
         MemoryError: when that much memory is not free, stating both; nothing is left allocated.
     """
 
@@ -69,6 +69,8 @@ class CudaIpcRing:
         RingShape.check("CudaIpcRing", layout, capacity, num_streams, finals)
         shape = RingShape(layout, capacity, num_streams, finals, capacity if tails else 0)
         device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"CudaIpcRing: device must be a CUDA device, got {device}. Nothing was allocated.")
         free = free_bytes("cuda", device=device)
         if shape.data_bytes > free:
             raise MemoryError(

@@ -20,16 +20,20 @@ class Pinned:
     Args:
         memory (torch.Tensor): uint8, on the host; kept alive meanwhile.
         what (str): names the owner in the log.
+        device (torch.device): the CUDA device that copies from it.
     """
 
-    def __init__(self, memory: torch.Tensor, what: str) -> None:
+    def __init__(self, memory: torch.Tensor, what: str, device: torch.device) -> None:
         self._memory: torch.Tensor | None = memory
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-        self.is_registered = code == 0
+        self._device, self.is_registered = device, False
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+            self.is_registered = code == 0
+            if not self.is_registered:
+                # The refusal stays behind as the device's last error until some launch reports it.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device)
         if not self.is_registered:
-            # The refusal stays behind as the device's last error until some launch reports it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
             torchrl_logger.warning(
                 f"{what}: {memory.numel()} bytes could not be page-locked (CUDA error {code}); copies from them wait."
             )
@@ -38,8 +42,9 @@ class Pinned:
         """Waits for the device, which may still read, and gives the memory up; a second call does nothing."""
         memory, self._memory = self._memory, None
         if memory is not None and self.is_registered:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def __del__(self) -> None:
         if self.__dict__.get("_memory") is not None:

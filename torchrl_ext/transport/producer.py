@@ -73,11 +73,13 @@ class RingProducer(abc.ABC):
         """
         cursors, shape = self._cursors, self._shape
         if cursors[Cursor.CONSUMER_CLOSED]:
-            raise RingClosed(f"{self._name}: the consumer must not have closed the ring. Nothing was reserved.")
+            raise self._closed()
         room = min(cursors[Cursor.READ] + shape.capacity, cursors[Cursor.LIMIT]) - self._issued
         finals = cursors[Cursor.FINALS_READ] + shape.final_capacity - self._finals
         if room < 1 or finals < shape.num_streams:
             if self._is_alive is not None and not self._is_alive():
+                if cursors[Cursor.CONSUMER_CLOSED]:
+                    raise self._closed()  # since the look above, before it ended
                 raise RingPeerDied(
                     f"{self._name}: the consumer's process must live, it ended without closing the ring."
                 )
@@ -85,6 +87,9 @@ class RingProducer(abc.ABC):
         cursors.fence()  # the consumer's reads of this slot come before what is written now
         self._reserved = True
         return self.slots[self._slot()]
+
+    def _closed(self) -> RingClosed:
+        return RingClosed(f"{self._name}: the consumer must not have closed the ring. Nothing was reserved.")
 
     def push(self, leaves: Mapping[NestedKey, torch.Tensor | np.ndarray], **ends: Any) -> bool:
         """Reserves a slot, copies one step into it and publishes it.
@@ -117,7 +122,13 @@ class RingProducer(abc.ABC):
         """Copies fields into views in the layout's order, or into the rows as a whole where that is possible."""
         sources = []
         for key, shape in self._shapes:
-            value = leaves[key]
+            try:
+                value = leaves[key]
+            except KeyError:
+                raise KeyError(
+                    f"{self._name}: key {key!r} must be among the fields, got {list(leaves.keys())}. "
+                    "Nothing was published."
+                ) from None
             if value.shape != shape:
                 raise ValueError(
                     f"{self._name}: key {key!r} must have shape {list(shape)}, got {list(value.shape)}. "
@@ -151,7 +162,8 @@ class RingProducer(abc.ABC):
 
         Raises:
             RuntimeError: without a reserved slot.
-            ValueError: when there is not one final observation for each stream named. Nothing was published.
+            ValueError: when there is not one final observation for each stream named, a stream is not the ring's, or
+                successors have another shape. Nothing was published.
         """
         shape, parts, cursors = self._shape, self._parts, self._cursors
         if not self._reserved:
@@ -164,6 +176,11 @@ class RingProducer(abc.ABC):
                 f"{self._name}: finals must be one for each of {count} streams, at most {shape.num_streams}, got "
                 f"{0 if finals is None else len(finals)}. Nothing was published."
             )
+        if count:
+            self._check_successors("finals", cast(torch.Tensor, finals), count)
+            self._check_streams(cast(np.ndarray, final_streams))
+        if tail is not None:
+            self._check_successors("tail", tail, shape.num_streams)
         slot, place = self._issued % shape.capacity, self._finals % shape.final_capacity
         if count:
             streams, ahead = cast(np.ndarray, final_streams), shape.final_capacity - place
@@ -181,6 +198,23 @@ class RingProducer(abc.ABC):
         self._reserved = False
         cursors.fence()  # everything above is seen by whoever sees the next line
         cursors[Cursor.ISSUED] = self._issued
+
+    def _check_successors(self, what: str, values: torch.Tensor, count: int) -> None:
+        # A copy would stretch one row, or one byte, over all.
+        shape, width = values.shape, self._shape.layout.successor_bytes
+        if len(shape) != 2 or shape[0] != count or shape[1] < width or values.dtype != torch.uint8:
+            raise ValueError(
+                f"{self._name}: {what} must be uint8 [{count}, >= {width}], got {values.dtype} {list(shape)}. "
+                "Nothing was published."
+            )
+
+    def _check_streams(self, streams: np.ndarray) -> None:
+        count = self._shape.num_streams
+        if not 0 <= streams[0] <= streams[-1] < count:  # of ascending ids the first and the last say it
+            raise ValueError(
+                f"{self._name}: final_streams must be ascending ids below {count}, got {streams}. "
+                "Nothing was published."
+            )
 
     def close(self) -> None:
         """Says that nothing more will come; what was published can still be read."""

@@ -66,11 +66,11 @@ class Span:
 
     @property
     def run(self) -> PackedRun:
-        """The steps as a run for ``SlotStorage.extend_batch``; raises ``RuntimeError`` once committed."""
+        """The steps as a run for ``SlotStorage.extend_batch``; raises ``RuntimeError`` once committed or released."""
         if self._run is None:
             raise RuntimeError(
-                f"Span: steps {self.first_step} to {self.first_step + self.num_steps - 1} were committed and may be "
-                "overwritten; copy what is needed before."
+                f"Span: steps {self.first_step} to {self.first_step + self.num_steps - 1} were committed or released "
+                "and may be overwritten; copy what is needed before."
             )
         return self._run
 

@@ -60,6 +60,10 @@ class Segment:
 
 
 def _attach(descriptor: Any, nbytes: int) -> Segment:
-    segment = Segment.__new__(Segment)
-    segment._open(descriptor.detach(), nbytes)
+    segment, ours = Segment.__new__(Segment), descriptor.detach()
+    try:
+        segment._open(ours, nbytes)
+    except BaseException:
+        os.close(ours)
+        raise
     return segment

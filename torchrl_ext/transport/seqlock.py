@@ -80,7 +80,19 @@ class SeqlockSlots:
         self._floor = version
 
     def publish(self, value: torch.Tensor) -> int:
-        """Publishes uint8 ``[nbytes]`` and returns its version, 1 for the first; never waits."""
+        """Publishes a value and returns its version, 1 for the first; never waits.
+
+        Args:
+            value (torch.Tensor): uint8 ``[nbytes]``.
+
+        Raises:
+            ValueError: for another shape or dtype. Nothing was published.
+        """
+        if value.shape != (self.nbytes,) or value.dtype != torch.uint8:
+            raise ValueError(
+                f"SeqlockSlots: value must be uint8 [{self.nbytes}], got {value.dtype} {list(value.shape)}. "
+                "Nothing was published."
+            )
         slot, _ = self.begin()
         slot.copy_(value)
         return self.finish()

@@ -12,13 +12,15 @@ from torchrl_ext.transport.ipc_slots import CudaSlotsHandle
 from torchrl_ext.transport.segment import Segment
 from torchrl_ext.transport.seqlock import SeqlockSlots
 
-__all__ = ["ANSWERED", "APPLIED", "ASKED", "OPENED", "PAUSE", "Channel"]
+__all__ = ["ANSWERED", "APPLIED", "ASKED", "ASKING", "OPENED", "PAUSE", "Channel"]
 
 # Names of this channel for counters whose places rings use otherwise; each has one writer.
 #: Worker: the version that it acts on.
 APPLIED = Cursor.READ
 #: Worker: how often it told the device of its model.
 ASKED = Cursor.LIMIT
+#: Worker: the question that it writes, or wrote last.
+ASKING = Cursor.PRODUCER_CLOSED
 #: Sender: the question that a handle was offered for.
 ANSWERED = Cursor.ISSUED
 #: Worker: the question whose handle it opened, negative when that failed.
@@ -33,9 +35,10 @@ _BOX_BYTES = 8192
 class Channel:
     """Host memory of one worker: slots of weights, counters, and two boxes for the handshake of device memory.
 
-    Handshake  The worker writes the UUID of its model's GPU and moves ``ASKED``. A sender on the same GPU puts the
-               handle of device slots into its box and moves ``ANSWERED``. The worker opens it and moves ``OPENED``,
-               after which the sender publishes there. A worker that was restarted asks anew.
+    Handshake  The worker moves ``ASKING``, writes the UUID of its model's GPU and moves ``ASKED``. A sender on the same
+               GPU puts the handle of device slots into its box and moves ``ANSWERED``. The worker opens it and moves
+               ``OPENED``, after which the sender publishes there. A worker that was restarted asks anew, and so does
+               one whose model moved: a question that is being written is not read.
 
     Send it to a spawned process as an argument.
 
@@ -54,16 +57,19 @@ class Channel:
 
     def ask(self, cursors: Cursors, uuid: str) -> int:
         """Worker: tells its device and returns the number of the question."""
-        number = cursors[ASKED] + 1
+        number = cursors[ASKING] = cursors[ASKED] + 1
+        cursors.fence()
         self._put(0, uuid)
         cursors.fence()
         cursors[ASKED] = number
         return number
 
-    def question(self, cursors: Cursors) -> str:
-        """Sender: returns the worker's device."""
+    def question(self, cursors: Cursors, number: int) -> str | None:
+        """Sender: returns the worker's device, None while the worker asks anew."""
         cursors.fence()
-        return self._get(0)
+        content = self._content(0)
+        cursors.fence()
+        return pickle.loads(content) if cursors[ASKING] == number else None
 
     def answer(self, cursors: Cursors, number: int, handle: CudaSlotsHandle) -> None:
         """Sender: offers device memory."""
@@ -74,7 +80,7 @@ class Channel:
     def offer(self, cursors: Cursors) -> CudaSlotsHandle:
         """Worker: returns what the sender offered."""
         cursors.fence()
-        nbytes, uuid, storage = self._get(1)
+        nbytes, uuid, storage = pickle.loads(self._content(1))
         return CudaSlotsHandle(nbytes, uuid, storage, self.control)
 
     def _put(self, box: int, value: Any) -> None:
@@ -85,7 +91,7 @@ class Channel:
         self.control.memory[start : start + 8] = len(content).to_bytes(8, "little")
         self.control.memory[start + 8 : start + 8 + len(content)] = content
 
-    def _get(self, box: int) -> Any:
+    def _content(self, box: int) -> bytes:
         start = CURSOR_BYTES + box * _BOX_BYTES
         size = int.from_bytes(self.control.memory[start : start + 8], "little")
-        return pickle.loads(self.control.memory[start + 8 : start + 8 + size])
+        return self.control.memory[start + 8 : start + 8 + size]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchrl_ext.weight_update._leaves import Leaves, Weights, extra_state
+from torchrl_ext.weight_update._leaves import Leaves, Weights, extra_like
 
 
 class Place(Protocol):
@@ -60,7 +60,7 @@ class Copies:
 
     def pack(self, source: Weights) -> None:
         """Copies the weights into the buffer; raises ``ValueError`` for extra state of another layout by now."""
-        extra = self._extra_of(source)
+        extra = extra_like(source, self._extra)
         with torch.no_grad():
             for tensors, views in self._groups:
                 torch._foreach_copy_(views, tensors)
@@ -68,16 +68,6 @@ class Copies:
                 view.copy_(tensor)
             for name, value in extra.items():
                 self._extra[name].copy_(value)
-
-    def _extra_of(self, source: Weights) -> dict[str, torch.Tensor]:
-        if not self._extra:
-            return {}
-        extra = extra_state(source)  # it need not be the tensors of before, nor of their shapes
-        for name in sorted(self._extra.keys() | extra.keys()):
-            wanted, got = (_kind(values.get(name)) for values in (self._extra, extra))
-            if wanted != got:
-                raise ValueError(f"WeightLayout: key {name!r} must be {wanted}, got {got}. Nothing was changed.")
-        return extra
 
     def unpack(self, destination: Any) -> None:
         """Copies the buffer into the weights, a tied one from the first of its names."""
@@ -88,7 +78,3 @@ class Copies:
             target = getattr(destination, "_orig_mod", destination)
             values = {name: view.to(self.device or view.device, copy=True) for name, view in self._extra.items()}
             target.set_extra_state({name.partition(".")[2]: value for name, value in values.items()})
-
-
-def _kind(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

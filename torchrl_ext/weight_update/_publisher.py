@@ -41,7 +41,11 @@ class Publisher:
 
     def send(self, sources: Mapping[int, Weights]) -> None:
         """Publishes to each worker its weights; all of them are checked before the first is sent."""
-        devices = {id(source): self._cuda_device(source) for source in sources.values()}
+        devices: dict[int, torch.device | None] = {}
+        for source in sources.values():
+            if id(source) not in devices:
+                self._layout.ensure_packable(source)
+                devices[id(source)] = self._cuda_device(source)
         snapshots: dict[tuple[int, torch.device], Snapshot] = {}
         for worker, source in sources.items():
             end, device = self.ends[worker], devices[id(source)]

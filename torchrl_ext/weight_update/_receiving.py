@@ -88,8 +88,8 @@ class ReceivingEnd:
             return None
         try:
             self._layout.unpack(flat, self.model)
-        except ValueError:
-            self._rewind()  # they are still to be applied, once the model has its layout again
+        except BaseException:
+            self._rewind()  # they are still to be applied, once the model can take them
             raise
         self.version = self._in_model = version
         self._cursors.fence()
@@ -102,7 +102,7 @@ class ReceivingEnd:
     def materialize(self) -> None:
         """Gives a model without memory, on the meta device, the weights of the next :meth:`take` to be written into."""
         found = self._layout.check(self.model)
-        meta = {name: tensor for name, tensor in found.tensors.items() if tensor.is_meta}
+        meta = {name: tensor for name, tensor in found.tensors.items() if tensor.is_meta and name not in found.extra}
         if meta:
             found.replace({name: torch.empty_like(tensor, device="cpu") for name, tensor in meta.items()})
 

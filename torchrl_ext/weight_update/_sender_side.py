@@ -68,6 +68,10 @@ class SenderSide(WeightSyncScheme):
             raise ValueError("SeqlockWeightSyncScheme: num_workers must be given, got neither it nor a context's.")
         if count < 1:
             raise ValueError(f"SeqlockWeightSyncScheme: num_workers must be at least 1, got {count}.")
+        if devices is not None and len(devices) != count:
+            raise ValueError(
+                f"SeqlockWeightSyncScheme: devices must be one for each of {count} workers, got {len(devices)}."
+            )
         workers = list(range(count))
         if params_map is not None and sorted(params_map) != workers:
             raise ValueError(

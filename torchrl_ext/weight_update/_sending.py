@@ -99,9 +99,9 @@ class SendingEnd:
 
     def put(self, layout: WeightLayout, weights: Weights) -> None:
         """Publishes weights in host memory at once, in place of what is on its way."""
-        self._copying = self._waiting = None
         slot, _ = self._host.begin()
         layout.pack(weights, slot)
+        self._copying = self._waiting = None
         self._host.finish()
 
     def send(self, snapshot: Snapshot) -> None:
@@ -152,16 +152,18 @@ class SendingEnd:
     def _shake_hands(self) -> None:
         asked = self._cursors[ASKED]
         if asked != self._asked:
-            self._asked = asked
-            self._answer(asked)
+            uuid = self._channel.question(self._cursors, asked)
+            if uuid is not None:
+                self._asked = asked
+                self._answer(asked, uuid)
         elif self._offered and abs(self._cursors[OPENED]) == self._offered:
             self._settle(self._cursors[OPENED] > 0)
 
-    def _answer(self, asked: int) -> None:
+    def _answer(self, asked: int, uuid: str) -> None:
         slots, self._offered = self._device_slots, 0
         if self.on_device and slots is not None:
             self._return_to_host(slots)
-        reason = self._refusal(self._channel.question(self._cursors))
+        reason = self._refusal(uuid)
         if reason is None:
             try:
                 self._offer(asked)

@@ -103,7 +103,12 @@ class SeqlockWeightSyncScheme(SenderSide):
                 f"SeqlockWeightSyncScheme: worker_idx must be among {list(self._channels)}, got {worker_idx}; "
                 "init_on_sender makes the channels before the scheme is passed to a worker."
             )
-        target = model if model is not None else _resolve_model(context, model_id)
+        target = _resolve_model(context, model_id) if model is None and context is not None else model
+        if target is None:
+            raise ValueError(
+                f"SeqlockWeightSyncScheme: init_on_receiver must be given a model, or a context whose {model_id!r} is "
+                "one, got neither."
+            )
         receiver = ReceivingEnd(self._channels[worker_idx], self._layout, target)
         self._receiver, self._model_id, self._worker_idx = receiver, model_id, worker_idx
         self.model, self.context = target, context

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from torchrl_ext.weight_update._copies import Copies
-from torchrl_ext.weight_update._leaves import Leaves, Weights
+from torchrl_ext.weight_update._leaves import Leaves, Weights, extra_like
 
 __all__ = ["WeightLayout", "WeightLeaf"]
 
@@ -57,14 +57,15 @@ class WeightLayout:
     """A flat byte layout of a policy's weights, in an order that only their names decide.
 
     Leaves     Parameters and buffers of any dtype and shape, 0-dim and empty ones too, under every name that they have:
-               tied ones travel once per name. A module's extra state travels when its values are all tensors.
+               tied ones travel once per name. A module's own extra state travels when its values are all tensors; that
+               of its children does not, as in TorchRL.
     Order      Sorted by name; each leaf begins at a multiple of 16 bytes. Layouts are equal when their leaves are, and
                then have one digest.
     In place   :meth:`unpack` writes into the tensors that the destination has, so that compiled and CUDA-graph policies
                act on the new values. Where the destination ties leaves, the first of their names counts.
-    Speed      Views and checks are made once per pair of weights and buffer; a module that was given other tensors
-               meanwhile (``Module.to``, a replaced child) is noticed. Nothing waits for a CUDA device, except that a
-               copy from CUDA into host memory is complete on return unless it is ``non_blocking``.
+    Speed      Views and checks are made once per pair of weights and buffer; a module that was given other or more
+               tensors meanwhile (``Module.to``, a replaced child) is noticed. Nothing waits for a CUDA device, except
+               that a copy from CUDA into host memory is complete on return unless it is ``non_blocking``.
 
     Build one with :meth:`from_weights`.
 
@@ -175,10 +176,14 @@ class WeightLayout:
         else:
             copies.pack(weights)
 
+    def ensure_packable(self, weights: Weights) -> None:
+        """Raises ``ValueError`` for weights that :meth:`pack` refuses."""
+        extra_like(weights, self._leaves_of(weights).extra)
+
     def unpack(self, flat: torch.Tensor, destination: nn.Module | TensorDictBase) -> None:
         """Copies a flat buffer into the destination's tensors, which keep their memory.
 
-        Copies on CUDA are enqueued on the current stream.
+        Copies on CUDA are enqueued on the current stream; a pinned buffer keeps its content until they are done.
 
         Args:
             flat (torch.Tensor): contiguous uint8 ``[nbytes]`` on any device.
