@@ -200,7 +200,7 @@ class TestDeath:
         kill(collector)
         wait = RingWorker.wait_until_ready
 
-        def too_late(self: RingWorker, deadline: float) -> None:
+        def too_late(self: RingWorker, deadline: float, meanwhile=None) -> None:
             monkeypatch.setattr(RingWorker, "wait_until_ready", wait)
             self.wait_until_ready(time.monotonic())
 
