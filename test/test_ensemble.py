@@ -1148,6 +1148,31 @@ class TestSubmit:
 class TestEnsemble:
     """Contract: what an ensemble of TorchRL is, with members checked when it is made."""
 
+    @pytest.mark.parametrize(
+        "index",
+        [(slice(None), 2), (slice(None), [0, 2]), (slice(1, None), slice(None, 3)), ([1], 2), (0, 2), (0,)],
+        ids=str,
+    )
+    def test_rows_of_several_members_are_those_of_torchrls_ensemble(self, index):
+        members = members_of("stock", 2, fill=6)
+        theirs = ReplayBufferEnsemble(*members, num_buffer_sampled=2, batch_size=4)
+        ours = GroupedReplayBufferEnsemble(*members, num_buffer_sampled=2, batch_size=4)
+        got, wanted = ours[index], theirs[index]
+        if index == (0,):
+            assert got is wanted
+            return
+        assert got.batch_size == wanted.batch_size
+        assert torch.equal(got["value"], wanted["value"])
+
+    def test_rows_of_all_members_may_be_asked_for_by_an_ellipsis(self):
+        ensemble = GroupedReplayBufferEnsemble(*members_of("stock", 2, fill=6), num_buffer_sampled=2, batch_size=4)
+        assert ensemble[..., :3]["value"].flatten().tolist() == [0, 1, 2, 1000, 1001, 1002]
+
+    def test_rows_of_members_with_and_without_streams_are_not_stacked(self):
+        ensemble = GroupedReplayBufferEnsemble(*members_of("mixed", 2, fill=6), num_buffer_sampled=2, batch_size=4)
+        with pytest.raises(ValueError, match=r"as many dimensions .* got \[\[3\], \[1, 6\]\] .* one by one"):
+            ensemble[:, :3]
+
     def test_it_is_an_ensemble_of_torchrl(self):
         members = members_of("mixed", fill=3)
         ensemble = GroupedReplayBufferEnsemble(*members)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDict
 from torchrl.data import ImmutableDatasetWriter, ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs.transforms import Transform
 
@@ -170,9 +170,22 @@ class GroupedReplayBufferEnsemble(EnsembleWriting):
                     member.buffer.end_streams()
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns member ``i`` for an integer, and an ensemble of some members for a slice or a list of integers."""
-        if isinstance(index, tuple) and len(index) > 1 and isinstance(index[0], int):
-            return self[index[0]][index[1:]]
+        """Returns member ``i`` for an integer, and an ensemble of some members for a slice or a list of integers.
+
+        Of a tuple the rest are rows: those of one member, or of several members stacked.
+        """
+        if isinstance(index, tuple):
+            chosen, rows = self[index[0]], index[1:]
+            if not rows or not isinstance(chosen, GroupedReplayBufferEnsemble):
+                return chosen[rows] if rows else chosen
+            parts = [member[rows] for member in chosen._rbs]
+            if len({len(part.batch_size) for part in parts}) > 1:
+                raise ValueError(
+                    "GroupedReplayBufferEnsemble: rows of several members must have as many dimensions to be stacked, "
+                    f"got {[list(part.batch_size) for part in parts]} (streams and slots, where a member has streams). "
+                    "Index the members one by one."
+                )
+            return TensorDict.maybe_dense_stack(parts)
         if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
             return self
         if hasattr(index, "__index__") and not getattr(index, "ndim", 0):
