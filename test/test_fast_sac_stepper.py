@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -40,6 +41,7 @@ from torchrl_ext.trainers import (
 )
 from torchrl_ext.trainers._adamw import adamw, groups_of, make_state
 from torchrl_ext.trainers._counter_draws import STRIDE, CounterDraws, normal_noise
+from torchrl_ext.trainers._graph_sampling import GraphSampling
 from torchrl_ext.trainers._working_copies import WorkingCopy
 from torchrl_ext.trainers.fast_sac_stepper import NotCapturedError
 
@@ -234,10 +236,10 @@ class TestNumbers:
         for key, value in parameters(learner).items():
             torch.testing.assert_close(parameters(other)[key], value, rtol=1e-6, atol=1e-7)
 
-    @pytest.mark.parametrize("key", ["_weight", "discount", "steps_to_next_obs"])
+    @pytest.mark.parametrize("key", ["priority_weight", "discount", "steps_to_next_obs"])
     def test_entries_of_a_batch_count(self, key):
         def batch():
-            values = {"_weight": torch.rand(16), "discount": torch.rand(16, 1)}
+            values = {"priority_weight": torch.rand(16), "discount": torch.rand(16, 1)}
             return asymmetric_batch(**{key: values.get(key, torch.randint(1, 4, (16, 1)))})
 
         learner, other = asymmetric_learner(), asymmetric_learner()
@@ -826,6 +828,26 @@ class TestOnCuda:
         kernels = sum(count for key, count in counts.items() if key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
         assert kernels == 0, counts
         assert counts.get("cudaMemcpyAsync", 0) <= calls and not counts.get("cudaMemsetAsync", 0), counts
+
+    def test_no_thread_writes_to_the_replay_while_graphs_are_made_that_draw_from_it(self):
+        learner, replay = cuda_learner(cuda_graph=True), filled_replay("cuda", batch_size=256)
+        drawn, draw = [], GraphSampling.draw
+
+        def could_write() -> bool:
+            lock = replay._storage._lock._lock
+            taken = lock.acquire(blocking=False)
+            if taken:
+                lock.release()
+            return taken
+
+        def draw_alone(sampling, turn):
+            with ThreadPoolExecutor(1) as other:
+                drawn.append(other.submit(could_write).result(timeout=10))
+            return draw(sampling, turn)
+
+        with mock.patch.object(GraphSampling, "draw", draw_alone):
+            learner.update_from(replay, 4)
+        assert drawn and not any(drawn)
 
     def test_a_stream_that_was_cut_is_drawn_from_inside_the_graph(self):
         """As after a new start of a worker or in a resumed run: the row before the cut has no successor."""

@@ -33,7 +33,7 @@ from torchrl_ext.data import (
     _fused,
     _slot_write,
 )
-from torchrl_ext.data._block import FINALS, SlotBlock
+from torchrl_ext.data._block import FINALS, RESERVED, SlotBlock
 from torchrl_ext.data.batch_pool import BatchPool, PinnedPool
 from torchrl_ext.data.layout import HOLE
 from torchrl_ext.data.packing import check_run, find_ends, write_rows
@@ -98,6 +98,27 @@ class TestAnyProgramOnTheDevicePath:
                 assert (storage.block.final[slot * 2 + stream] != HOLE).all()
         # The hole is step 3 of 8 slots, which step 11 overwrites.
         assert seen == [False, True, True, True, True, False, False]
+
+    @pytest.mark.parametrize("kept", ["by the host", "by the device", pytest.param("on cuda", marks=gpu)])
+    def test_rows_that_a_killed_writer_tore_are_lost_until_they_are_overwritten(self, kept):
+        storage = filled("cpu", 2, capacity=8).storage
+        state, lived = storage.state_dict(), storage.head
+        state["positions"][RESERVED] += 3
+        with books_on_the_device() if kept == "by the device" else contextlib.nullcontext():
+            loaded = SlotStorage(8, 2, layout=storage.layout, device="cuda" if kept == "on cuda" else "cpu")
+            loaded.load_state_dict(state)
+            torn = 3
+            for _ in range(5):
+                low, high = loaded.live_range()
+                assert torch.equal(high.cpu() - low.cpu(), torch.full((2,), 8 - torn))
+                assert torch.equal(low.cpu(), lived + 3 - 8) or not torn
+                assert len(loaded) == 2 * (8 - torn)
+                again = SlotStorage(8, 2)
+                again.load_state_dict(loaded.state_dict())
+                assert len(again) == len(loaded)
+                assert torch.equal(again["observation"], loaded["observation"].cpu()), "not all rows were saved"
+                loaded.extend_batch(PackedRun(loaded.layout, loaded.block.ring[:1].clone()))
+                torn = max(torn - 1, 0)
 
     @pytest.mark.parametrize("device", ["host memory", pytest.param("cuda", marks=gpu)])
     def test_a_collector_may_start_anew_many_times_within_a_lap(self, device):

@@ -5,18 +5,29 @@ row."""
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import time
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
+from unittest import mock
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from tensordict import TensorDict
 
-from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler, checkpoint
-from torchrl_ext.data._block import HEAD, RESERVED
+from torchrl_ext.data import (
+    RowLayout,
+    SlotReplayBuffer,
+    SlotStorage,
+    TransitionSampler,
+    _slot_write,
+    checkpoint,
+    replay_buffers,
+)
+from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, UNKNOWN
 from torchrl_ext.data.draws import sampleable_counts
 from torchrl_ext.data.positions import snapshot, undisturbed
 
@@ -113,10 +124,13 @@ class TestSavingBesideAWriter:
     """Contract: a state that is saved while another process writes has whole rows with their successors only."""
 
     @pytest.mark.parametrize("written", [5, 40])
-    @pytest.mark.parametrize("during", range(1, 6))
+    @pytest.mark.parametrize(
+        ("form", "during"), [("state", at) for at in range(6)] + [("pickle", at) for at in range(3)]
+    )
     @pytest.mark.parametrize("change", ["1 step", "3 steps", "a lap", "a part", "cut", "empty"])
-    def test_nothing_torn_is_saved(self, change, during, written, tmp_path, monkeypatch):
-        """Forced: the other process writes while one tensor after the other is copied, halfway through it."""
+    def test_nothing_torn_is_saved(self, change, form, during, written, tmp_path, monkeypatch):
+        """Forced: the other process writes while one tensor after the other is copied, halfway through it; or after
+        the storage looked at itself, and before the first copy."""
         storage = make_storage("file", tmp_path)
         storage.extend_batch(replace(storage.layout.pack(run(0, written)), tail=None))
         other, copied = SlotStorage.open(str(tmp_path / "replay")), []
@@ -133,6 +147,8 @@ class TestSavingBesideAWriter:
                 other.extend_batch(run(written, {"1 step": 1, "3 steps": 3, "a lap": CAPACITY}[change]))
 
         def host_copy(tensor):
+            if not copied and not during:
+                change_it()
             copied.append(tensor)
             copy = tensor.clone()
             if len(copied) == during:
@@ -141,16 +157,50 @@ class TestSavingBesideAWriter:
             return copy
 
         monkeypatch.setattr(checkpoint, "host_copy", host_copy)
-        state = storage.state_dict()
-        assert len(copied) == 5
-        restored = SlotStorage(CAPACITY, STREAMS, final_capacity=CAPACITY + 1)
-        restored.load_state_dict(state)
+        restored = make_storage("shared", tmp_path)  # a side table that cannot grow
+        if form == "state":
+            restored.load_state_dict(storage.state_dict())
+        else:
+            restored = pickle.loads(pickle.dumps(storage))
+        assert len(copied) == (5 if form == "state" else 2)
         head = int(restored.head[0])
         assert restored.head.tolist() == [head] * STREAMS or change == "cut"
+        assert restored.write_count == 0 or change != "empty"
         assert_whole(restored)
         for steps in (1, 2, 5, 11) if change != "cut" else ():
             restored.extend_batch(run(int(restored.head[0]), steps))
             assert_whole(restored)
+        assert restored.block.final_capacity == CAPACITY + 1
+
+    @pytest.mark.parametrize("next_obs", ["derive", "store"])
+    @pytest.mark.parametrize("written", [5, 8, 40])
+    def test_newest_saved_row_keeps_its_successor_when_an_episode_begins(
+        self, written, next_obs, tmp_path, monkeypatch
+    ):
+        """Step 6 ends an episode, so that with 8 rows the newest that is saved is such a row."""
+        layout = RowLayout.from_tensordict(run(0, 1), next_obs=next_obs)
+        storage = SlotStorage(CAPACITY, STREAMS, layout=layout, filename=str(tmp_path / "replay"))
+        storage.extend_batch(run(0, written))
+        other, copied = SlotStorage.open(str(tmp_path / "replay")), []
+
+        def host_copy(tensor):
+            copied.append(tensor)
+            if len(copied) == 3:
+                other.extend_batch(run(written, 1))
+            return tensor.clone()
+
+        monkeypatch.setattr(checkpoint, "host_copy", host_copy)
+        restored = SlotStorage(CAPACITY, STREAMS)
+        restored.load_state_dict(storage.state_dict())
+        assert restored.head.tolist() == [written - 1] * STREAMS
+        restored.extend_batch(run(1001, 3))
+        buffer = SlotReplayBuffer(storage=restored, sampler=TransitionSampler(2, 1.0), batch_size=512)
+        sample = buffer.sample()
+        t, used = sample["observation"][:, 0], sample["steps_to_next_obs"][:, 0]
+        assert (t == written - 2).any(), "the newest row that was saved"
+        last = t + used - 1
+        assert torch.equal(sample["next", "observation"][:, 0], torch.where(last % 7 == 6, -last, last + 1))
+        assert torch.equal(sample["next", "reward"][:, 0], used * t + used * (used - 1) / 2), "a return of two episodes"
 
     def test_newest_row_that_is_a_hole_is_saved_where_nothing_changes(self, tmp_path):
         storage = make_storage("file", tmp_path)
@@ -169,6 +219,16 @@ def test_reopened_file_has_the_rows_and_positions(tmp_path):
     assert torch.equal(again.generation_of(handle.index), storage.generation_of(handle.index))
     again.extend_batch(run(20, 1))
     assert storage.head.tolist() == [21] * STREAMS, "both map the same file"
+
+
+def test_file_that_the_disk_has_no_room_for_is_not_left_behind(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "posix_fallocate", full)
+        make_storage("file", tmp_path)
+    make_storage("file", tmp_path).extend_batch(run(0, 3))
 
 
 def test_file_is_readable_by_its_owner_alone(tmp_path):
@@ -224,6 +284,56 @@ def test_writes_after_a_writer_that_was_killed_end_what_it_had_reserved(tmp_path
         assert len(again) == (CAPACITY - torn) * STREAMS
         assert int(again.live_range()[0].min()) >= 2
     assert torch.equal(again.block.positions[RESERVED], again.block.positions[HEAD])
+
+
+@pytest.mark.parametrize("ended", ["by a cut", "by a final observation"])
+def test_cut_after_a_writer_that_was_killed_leaves_a_row_that_is_cut_already(tmp_path, ended):
+    """Killed after it hid the newest row: whoever starts it anew cuts the streams."""
+    storage = make_storage("file", tmp_path)
+    storage.extend_batch(replace(storage.layout.pack(run(0, 5 if ended == "by a cut" else 7)), tail=None))
+    if ended == "by a cut":
+        storage.end_streams()
+    storage.block.np_positions[RESERVED] += 1
+    storage.block.np_positions[NEWEST] = UNKNOWN
+    again = SlotStorage.open(str(tmp_path / "replay"))
+    again.end_streams()
+    again.extend_batch(run(10, 2))
+    sample = SlotReplayBuffer(storage=again, batch_size=1000).sample()
+    seen = sorted(set(sample["observation"][:, 0].tolist()))
+    assert seen == ([0, 1, 2, 3, 10, 11] if ended == "by a cut" else [0, 1, 2, 3, 4, 5, 6, 10, 11])
+
+
+def test_cut_after_a_writer_that_was_killed_loses_no_row_with_its_own_successor(tmp_path):
+    layout = RowLayout.from_tensordict(run(0, 1), next_obs="store")
+    storage = SlotStorage(CAPACITY, STREAMS, layout=layout, filename=str(tmp_path / "replay"))
+    storage.extend_batch(run(0, 3))
+    again = SlotStorage.open(str(tmp_path / "replay"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_slot_write, "copy_rows", mock.Mock(side_effect=KeyboardInterrupt))
+        storage.extend_batch(run(3, 2))
+    again.end_streams()
+    again.extend_batch(run(10, 2))
+    sample = SlotReplayBuffer(storage=again, sampler=TransitionSampler(5, 1.0), batch_size=1000).sample()
+    t, used = sample["observation"][:, 0], sample["steps_to_next_obs"][:, 0]
+    assert sorted(set(t.tolist())) == [0, 1, 2, 10, 11]
+    assert torch.equal(used, torch.where(t < 3, 3 - t, 12 - t).long())
+
+
+def test_reader_goes_on_after_a_writer_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay_buffers, "_PATIENCE", 0.5)
+    storage = make_storage("file", tmp_path)
+    storage.extend_batch(run(0, CAPACITY + 3))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_slot_write, "copy_rows", mock.Mock(side_effect=KeyboardInterrupt))
+        storage.extend_batch(run(CAPACITY + 3, 2))
+    assert_whole(SlotStorage.open(str(tmp_path / "replay")))
+
+
+def test_storage_has_no_rows_while_more_than_a_lap_is_written(tmp_path):
+    storage = make_storage("file", tmp_path)
+    storage.extend_batch(run(0, 3))
+    storage.block.np_positions[RESERVED] += CAPACITY + 5
+    assert len(storage) == 0
 
 
 def test_reader_drops_what_another_process_cut_or_emptied_meanwhile(tmp_path):

@@ -18,10 +18,18 @@ from torchrl.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
+from torchrl.data.postprocs import MultiStep
 from torchrl.data.replay_buffers.sample_units import Transition
-from torchrl.envs import Compose, DoubleToFloat, RewardScaling
+from torchrl.envs import Compose, DoubleToFloat, MultiStepTransform, Reward2GoTransform, RewardScaling
 
-from torchrl_ext.data import SlotReplayBuffer, SlotStorage, SlotWriter, TransitionSampler
+from torchrl_ext.data import (
+    PrioritizedTransitionSampler,
+    SlotReplayBuffer,
+    SlotStorage,
+    SlotWriter,
+    TransitionSampler,
+)
+from torchrl_ext.data._block import RESERVED
 
 STREAMS = 3
 
@@ -115,6 +123,21 @@ class TestStockReplayBuffer:
         storage.extend_batch(run(10, 2)[:, :1], streams=slice(0, 1))
         with pytest.raises(RuntimeError, match="TransitionSampler"):
             buffer.sample()
+
+    @pytest.mark.parametrize(
+        "sampler", [SamplerWithoutReplacement, lambda: SliceSampler(num_slices=2, traj_key="episode")]
+    )
+    def test_stock_sampler_raises_while_slots_that_a_killed_writer_tore_are_in_the_way(self, sampler):
+        storage = SlotStorage(8, STREAMS)
+        storage.extend_batch(run(0, 11))
+        state = storage.state_dict()
+        state["positions"][RESERVED] += 2
+        storage.load_state_dict(state)
+        buffer = ReplayBuffer(storage=storage, sampler=sampler(), writer=SlotWriter(), batch_size=6)
+        with pytest.raises(RuntimeError, match="live steps from 5 to 10.*SlotReplayBuffer"):
+            buffer.sample()
+        storage.extend_batch(run(11, 2))
+        assert_true_successors(buffer.sample())
 
     def test_random_sampler_works_when_streams_are_apart(self):
         storage = SlotStorage(20, STREAMS)
@@ -369,3 +392,59 @@ class TestSlotReplayBufferWithStockParts:
         )
         collate.extend_batch(run(0, 5))
         assert "next" not in collate.sample().keys()
+
+
+# ---------------------------------------------------------------------------------- transforms that look along time
+
+
+def with_ids(data: TensorDict) -> TensorDict:
+    return data.set("env_index", torch.arange(STREAMS).unsqueeze(-1).expand(data.shape))
+
+
+@pytest.mark.parametrize("routing", [{}, {"routing_key": "env_index"}, {"routing_dim": 0}], ids=str)
+def test_an_inverse_transform_of_extend_finds_time_where_torchrl_has_it(routing: dict) -> None:
+    stock = TensorDictReplayBuffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=4, **routing)
+    for replay in (stock, ours):
+        replay.append_transform(Reward2GoTransform(gamma=0.5, out_keys=["to_go"]))
+        replay.extend(with_ids(stream_major(0, 8)))
+    assert torch.equal(ours[:]["to_go"], stock[:]["to_go"])
+
+
+def test_a_transform_that_keeps_the_data_for_later_writes_nothing_yet() -> None:
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=4, transform=MultiStepTransform(3, 0.5))
+    assert ours.extend(stream_major(0, 2)).shape == (0, 2)
+    assert len(ours) == 0
+    ours.extend(stream_major(2, 8))
+    assert torch.equal(ours[:]["observation"], stream_major(0, 10)["observation"][:, : len(ours) // STREAMS])
+
+
+@pytest.mark.parametrize("sampler", [TransitionSampler, PrioritizedTransitionSampler])
+def test_rows_with_finished_returns_are_not_drawn_with_other_returns(sampler: type) -> None:
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS, next_obs="store"), sampler=sampler(), batch_size=4)
+    ours.extend(MultiStep(gamma=0.5, n_steps=3)(stream_major(0, 10)))
+    with pytest.raises(ValueError, match=r"keys of a finished return.*got \['steps_to_next_obs'\]. Nothing was drawn"):
+        ours.sample()
+
+
+def test_a_stock_buffer_draws_finished_returns_as_they_were_stored() -> None:
+    stock = TensorDictReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=32)
+    finished = MultiStep(gamma=0.5, n_steps=3)(stream_major(0, 10))
+    stock.extend(finished)
+    sample = stock.sample()
+    slot, stream = sample["index"].unbind(-1)
+    for key in (("next", "observation"), ("next", "reward"), "steps_to_next_obs"):
+        assert torch.equal(sample[key], finished[stream, slot][key])
+
+
+# ------------------------------------------------------------------------------------------------- the order of time
+
+
+def test_extend_names_a_time_major_batch_that_has_as_many_steps_as_streams() -> None:
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=4)
+    data = run(0, STREAMS)
+    data.names = ["time", None]
+    with pytest.raises(ValueError, match=r"^extend: .*got \[3, 3\] with names \['time', None\].*to extend_batch"):
+        ours.extend(data)
+    ours.extend_batch(data)
+    assert len(ours) == STREAMS * STREAMS

@@ -47,6 +47,15 @@ def items(rows: np.ndarray) -> np.ndarray:
     return rows.view(f"V{rows.shape[1]}")[:, 0]
 
 
+def used_slots(positions: np.ndarray, capacity: int) -> int:
+    """Returns how many leading slots hold live rows, by the positions int64 ``[7, N]`` of a block.
+
+    Rows are written from slot 0 on after each ``empty``; a tail moves into a lap only where torn rows were loaded.
+    """
+    used = int((positions[HEAD] - positions[TAIL] // capacity * capacity).max())
+    return min(max(used, 0), capacity)
+
+
 class SlotBlock:
     """Positions, side table and rows of a storage in one tensor of bytes.
 
@@ -125,6 +134,9 @@ class SlotBlock:
             try:
                 os.posix_fallocate(descriptor, 0, size)
                 os.pwrite(descriptor, header, 0)
+            except OSError:  # a full disk or a quota; the name must be free for another try
+                os.unlink(self.filename)
+                raise
             finally:
                 os.close(descriptor)
         elif os.path.getsize(self.filename) != size:
@@ -307,5 +319,5 @@ class SlotBlock:
         return [self.positions, self.np_positions] if self.on_device else [self.positions]
 
     def used_slots(self) -> int:
-        """Returns how many leading slots hold live rows (rows are written from slot 0 on after each ``empty``)."""
-        return min(int((self.np_positions[HEAD] - self.np_positions[TAIL]).max()), self.capacity)
+        """Returns how many leading slots hold live rows."""
+        return used_slots(self.np_positions, self.capacity)

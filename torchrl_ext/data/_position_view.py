@@ -101,4 +101,4 @@ class PositionView(TensorStorage):
         # The host copy of heads and tails answers without asking a CUDA device.
         positions = self._block.np_positions
         low = np.maximum(positions[TAIL], positions[RESERVED] - self.capacity)
-        return int((positions[HEAD] - low).sum())
+        return int(np.maximum(positions[HEAD] - low, 0).sum())  # more than a lap may be reserved

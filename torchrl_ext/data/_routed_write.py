@@ -60,7 +60,7 @@ def write_records(storage: SlotStorage, run: Run, ids: np.ndarray) -> torch.Tens
     block.sampleable = None
     # Not less than before: a writer that was killed may have torn what it had reserved.
     positions[RESERVED] = np.maximum(positions[RESERVED], positions[HEAD] + counts)
-    if storage.has_other_writers:
+    if storage.has_other_writers and block.layout.derives:
         positions[NEWEST, written] = UNKNOWN
     target = steps % block.capacity * block.num_streams + ids
     _scatter(block, rows, target, kept)

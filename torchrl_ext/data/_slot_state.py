@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_ext.data._block import SlotBlock
 from torchrl_ext.data._stock_view import StockView
 from torchrl_ext.data._yielding_lock import YieldingLock
-from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, load_state, save_state
+from torchrl_ext.data.checkpoint import SlotStorageCheckpointer, copied_bytes, load_state, save_state
 from torchrl_ext.data.layout import RowLayout
 from torchrl_ext.data.streams import stream_order
 
@@ -38,7 +38,7 @@ class SavedState(StockView):
         Raises:
             ValueError: when the state is damaged or of another layout, capacity or number of streams. Nothing changed.
         """
-        with self._lock:
+        with self._lock, self._order:
             before = self._mutation_revision
             load_state(self, state_dict)
             # Heads may have gone back, and a revision must never be the one of other rows.
@@ -91,7 +91,7 @@ def pickled_block(storage: SlotStorage, block: SlotBlock | None) -> dict | None:
         if not block.on_device:
             # Of one moment: others write before the pickle is. And a queue of torch would move the rows themselves into
             # shared memory, away from the arrays that the books are kept in.
-            state["bytes"] = block.bytes.clone()
+            state["bytes"] = copied_bytes(block)
     elif block.kind == "file":
         state.update(bytes=None, kind="file")
     else:

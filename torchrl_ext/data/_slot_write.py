@@ -21,7 +21,7 @@ from torchrl_ext.data.final_obs import (
     store_finals,
 )
 from torchrl_ext.data.handles import SlotHandle
-from torchrl_ext.data.layout import HOLE, RowLayout
+from torchrl_ext.data.layout import FOLLOWED, HOLE, RowLayout
 from torchrl_ext.data.packing import Ends, PackedRun, Run, find_ends, write_marks, write_rows
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
         # (RESERVED != HEAD) from one that is done, pending successors included.
         # A writer that was killed may have reserved more than it published.
         positions[RESERVED, columns] = np.maximum(positions[RESERVED, columns], first + num_steps)
-        positions[NEWEST, columns] = UNKNOWN
+        if block.layout.derives:  # else a row has its successor, whatever comes next
+            positions[NEWEST, columns] = UNKNOWN
     if plan.promoted is not None:
         promote(block, plan.promoted)
     # Before the rows, a large copy that drives code and numbers out of the caches; only the rows' marks must wait.
@@ -255,6 +256,9 @@ def cut_streams(storage: SlotStorage, columns: slice) -> None:
     pending = ids[state == PENDING]
     # Liveness of the newest row: it lives unless the stream is empty.
     lost = ids[(state == UNKNOWN) & (positions[HEAD, columns] > positions[TAIL, columns])]
+    # A writer that was killed may have hidden the state of a row that is cut.
+    is_cut = block.np_final[(positions[HEAD, lost] - 1) % block.capacity * block.num_streams + lost] != FOLLOWED
+    hidden, lost = lost[is_cut], lost[~is_cut]
     low = np.maximum(positions[TAIL], positions[HEAD] - block.capacity)
     derives = block.layout.derives
     needed = needed_entries(block, pending, positions[FINALS, pending], 0) if len(pending) and derives else 0
@@ -270,5 +274,5 @@ def cut_streams(storage: SlotStorage, columns: slice) -> None:
         block.np_final[newest % block.capacity * block.num_streams + lost] = HOLE
         block.np_hole_step[lost, positions[HOLES, lost] % block.hole_capacity] = newest
         positions[HOLES, lost] += 1
-    positions[NEWEST, pending] = CUT
-    positions[NEWEST, lost] = CUT
+    for cut in (pending, lost, hidden):
+        positions[NEWEST, cut] = CUT

@@ -70,6 +70,12 @@ class StockView(PositionView):
                 f"SlotStorage: {asked} needs all streams at the same step, got heads from {high.min()} to "
                 f"{high.max()}; use TransitionSampler or SequenceSampler with SlotReplayBuffer. Nothing was changed."
             )
+        if 0 < high[0] - low[0] < self.capacity and low[0] % self.capacity:
+            raise RuntimeError(
+                f"SlotStorage: {asked} needs all live rows in the leading slots, got live steps from {low[0]} to "
+                f"{high[0] - 1}, because a write is under way or its writer was killed; use TransitionSampler or "
+                "SequenceSampler with SlotReplayBuffer. Nothing was changed."
+            )
         return int(high[0] - low[0])
 
     @property

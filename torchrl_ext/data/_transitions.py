@@ -137,10 +137,23 @@ def _finish(
     return layout.assemble(leaves, rows.shape[:1], rows.device), small
 
 
-def check_reward(layout: RowLayout, reward_key: NestedKey, n_steps: int) -> None:
+def check_transitions(layout: RowLayout, reward_key: NestedKey, n_steps: int) -> None:
     """Raises ``ValueError`` when returns of a layout cannot be computed; to be asked before anything is drawn."""
+    _refuse_finished_returns(layout)
     if n_steps > 1:
         _span(layout, reward_key, n_steps)
+
+
+@lru_cache(maxsize=64)
+def _refuse_finished_returns(layout: RowLayout) -> None:
+    # Their own would be replaced by those of the draw, and a loss would discount a stored return by too little.
+    stored = [key for key in ("steps_to_next_obs", "discount") if key in layout.by_key]
+    if stored:
+        raise ValueError(
+            f"sample: the rows must not have the keys of a finished return, which are computed here, got {stored}. "
+            "Nothing was drawn; write single steps without these keys (no MultiStep) and set n_steps, or use a stock "
+            "ReplayBuffer."
+        )
 
 
 @lru_cache(maxsize=64)

@@ -13,8 +13,21 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from torchrl_ext.data._block import CUT, HEAD, HOLES, NEWEST, RESERVED, TAIL, UNKNOWN, SlotBlock
-from torchrl_ext.data.layout import RowLayout
+from torchrl_ext.data._block import (
+    CUT,
+    FINALS,
+    HEAD,
+    HOLES,
+    NEWEST,
+    PENDING,
+    RESERVED,
+    TAIL,
+    UNCOUNTED,
+    UNKNOWN,
+    SlotBlock,
+    used_slots,
+)
+from torchrl_ext.data.layout import FOLLOWED, RowLayout
 from torchrl_ext.data.positions import newest_state
 from torchrl_ext.data.sizing import POSITION_ROWS
 
@@ -33,9 +46,10 @@ def save_state(block: SlotBlock | None) -> dict[str, Any]:
     """
     if block is None:
         return {"format": _FORMAT, "geometry": None}
-    if block.on_device and block.device.type == "cuda":
-        torch.cuda.synchronize(block.device)  # writes from other streams must have landed
-    used = block.used_slots()
+    if block.on_device:
+        block.catch_up()  # what a device refused must not be missed in silence
+        if block.device.type == "cuda":
+            torch.cuda.synchronize(block.device)  # writes from other streams must have landed
     positions = host_copy(block.positions)  # before all others: what they change from here on is told by comparing
     if block.on_device:
         positions[NEWEST] = host_copy(newest_state(block))
@@ -43,13 +57,26 @@ def save_state(block: SlotBlock | None) -> dict[str, Any]:
         "positions": positions,
         "final_step": block.final_step,
         "hole_step": block.hole_step,
-        "ring": block.ring[:used],
+        "ring": block.ring[: used_slots(positions.numpy(), block.capacity)],
         "side": block.rows[block.side_start : block.sink],
     }
     copies = {name: tensor if name == "positions" else host_copy(tensor) for name, tensor in tensors.items()}
     if block.kind in ("shared", "file"):
         _leave_out_changes(block, copies)
     return {"format": _FORMAT, "geometry": block.geometry(), **copies}
+
+
+def copied_bytes(block: SlotBlock) -> torch.Tensor:
+    """Returns a copy of all bytes of a host block, of one moment, as :func:`save_state` makes it."""
+    positions = host_copy(block.positions)
+    copy = SlotBlock.__new__(SlotBlock)
+    copy.adopt(block.layout, block.geometry(), kind="cpu", device=block.device, bytes_=host_copy(block.bytes))
+    if block.kind in ("shared", "file"):
+        side = copy.rows[copy.side_start : copy.sink]
+        parts = {"final_step": copy.final_step, "hole_step": copy.hole_step, "ring": copy.ring, "side": side}
+        _leave_out_changes(block, {"positions": positions, **parts})
+        copy.positions.copy_(positions)
+    return copy.bytes
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +88,7 @@ def _leave_out_changes(block: SlotBlock, copies: dict[str, torch.Tensor]) -> Non
     """Makes copies say of each stream what was there before and after they were taken.
 
     Rows that a writer reserved meanwhile are not live, as after a writer that was killed; nor is the newest row of a
-    stream that changed, whose successor may have been settled in between.
+    stream that changed, whose successor may have been settled in between. It is the successor of the row before it.
     """
     positions, now = copies["positions"].numpy(), block.np_positions.copy()
     busy = (now != positions).any(0) | (positions[RESERVED] != positions[HEAD])
@@ -71,11 +98,40 @@ def _leave_out_changes(block: SlotBlock, copies: dict[str, torch.Tensor]) -> Non
     newest = positions[HEAD] - 1
     positions[HOLES] -= busy & (positions[HOLES] > 0) & (holes[np.arange(block.num_streams), place] == newest)
     holes[holes >= np.where(busy, newest, positions[HEAD])[:, None]] = -1
+    positions[UNCOUNTED] = np.where(now[TAIL] != positions[TAIL], now[UNCOUNTED], positions[UNCOUNTED])
     positions[TAIL] = now[TAIL]
     positions[HEAD] = np.maximum(positions[HEAD] - busy, now[TAIL])
-    positions[RESERVED] = np.maximum(positions[HEAD], now[RESERVED])
+    positions[RESERVED] = now[RESERVED]
+    _leave_behind(positions, block.capacity)
     positions[NEWEST, busy] = UNKNOWN
-    copies["ring"] = copies["ring"][: int((positions[HEAD] - positions[TAIL]).max())]
+    low = np.maximum(positions[TAIL], positions[HEAD] - block.capacity)
+    _settle_newest(block, copies, np.flatnonzero(busy & (positions[HEAD] == newest) & (newest > low)))
+    # Entries of rows that are not there would take places until as many rows were written.
+    owners = copies["final_step"].numpy()
+    owners[owners >= positions[HEAD][:, None]] = -1
+    copies["ring"] = copies["ring"][: used_slots(positions, block.capacity)]
+
+
+def _leave_behind(positions: np.ndarray, capacity: int) -> None:
+    """Moves tails past the rows that are torn because a writer reserved their slots and did not publish."""
+    head, reserved = positions[HEAD], positions[RESERVED]
+    torn = np.where(reserved > head, np.minimum(reserved - capacity, head), 0)
+    positions[TAIL] = np.maximum(positions[TAIL], torn)
+    positions[RESERVED] = head
+
+
+def _settle_newest(block: SlotBlock, copies: dict[str, torch.Tensor], streams: np.ndarray) -> None:
+    """Tells what follows the newest rows of streams whose next rows, which live in the copies, are left out."""
+    layout, positions, ring = block.layout, copies["positions"].numpy(), copies["ring"].numpy()
+    step = positions[HEAD, streams]
+    newest = np.ascontiguousarray(ring[(step - 1) % block.capacity, streams])
+    is_followed = newest.view(np.int32)[:, layout.final_offset // 4] == FOLLOWED
+    positions[NEWEST, streams] = np.where(is_followed, PENDING, CUT)
+    if layout.derives:
+        streams, step = streams[is_followed], step[is_followed]
+        side = copies["side"].numpy().reshape(block.num_streams, block.final_capacity, -1)
+        place, prefix = positions[FINALS, streams] % block.final_capacity, slice(layout.successor_bytes)
+        side[streams, place, prefix] = ring[step % block.capacity, streams, prefix]
 
 
 def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None:
@@ -116,8 +172,7 @@ def check_state(storage: SlotStorage, state: dict[str, Any]) -> RowLayout | None
         if got != shape:
             reject(name, shape, got)
     positions = state["positions"]
-    lived = int((positions[HEAD] - positions[TAIL]).max())
-    ring = (min(lived, storage.capacity), num, layout.row_bytes)
+    ring = (used_slots(positions.cpu().numpy(), storage.capacity), num, layout.row_bytes)
     if state["ring"].dtype != torch.uint8 or tuple(state["ring"].shape) != ring:
         reject("ring", (torch.uint8, ring), (state["ring"].dtype, tuple(state["ring"].shape)))
     if bool((positions < 0).any()) or bool((positions[TAIL] > positions[HEAD]).any()):
@@ -145,9 +200,9 @@ def load_state(storage: SlotStorage, state: dict[str, Any]) -> None:
             )
         block = storage._make_block(layout, *sizes)
     block.sampleable = None
-    block.positions.copy_(state["positions"])
-    # Rows that a writer had reserved and not published are torn.
-    torch.maximum(block.positions[RESERVED], block.positions[HEAD], out=block.positions[RESERVED])
+    positions = state["positions"].cpu().numpy().copy()
+    _leave_behind(positions, block.capacity)
+    block.positions.copy_(torch.from_numpy(positions))
     block.final_step.copy_(state["final_step"])
     block.hole_step.copy_(state["hole_step"])
     block.ring[: len(state["ring"])].copy_(state["ring"])

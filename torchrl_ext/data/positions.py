@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrl_ext.data._block import CUT, HEAD, NEWEST, RESERVED, TAIL, UNKNOWN, SlotBlock
+from torchrl_ext.data._block import CUT, HEAD, NEWEST, PENDING, RESERVED, TAIL, UNKNOWN, SlotBlock
 from torchrl_ext.data.layout import FOLLOWED
 
 
@@ -75,11 +75,14 @@ def undisturbed(
 
     A row is safe when it still lives and no step reserved by now overwrites it. In a stream that was written or cut
     meanwhile, the rows whose return may have reached the newest two are not: the successor of the newest changes with
-    every write and cut, and the one before it counts as the newest while a write hides that.
+    every write and cut, and the one before it counts as the newest while a write hides that. Where it was
+    hidden all the time, by a writer that goes on or was killed, nobody read it and the others' successors are settled.
     """
     now = block.np_positions
     slot, stream = index.cpu().numpy().T
     step = generation.cpu().numpy() * block.capacity + slot
-    busy = (now != before).any(0) | (before[RESERVED] != before[HEAD])
+    # Just before it publishes, a writer tells of its newest row: the pending successor is not that of the row before.
+    early = (before[RESERVED] != before[HEAD]) & (before[NEWEST] == PENDING) & block.layout.derives
+    busy = (now != before).any(0) | early
     kept = step >= np.maximum(now[TAIL, stream], now[RESERVED, stream] - block.capacity)
     return bool((kept & (~busy[stream] | (step + n_steps + 1 < before[HEAD, stream]))).all())

@@ -17,7 +17,7 @@ from torchrl_ext.data._moves import moved
 from torchrl_ext.data._priorities import PriorityTable, capturing
 from torchrl_ext.data._priority_input import checked_update
 from torchrl_ext.data._row_draws import refuse_empty
-from torchrl_ext.data._transitions import assemble, assemble_fused, check_reward
+from torchrl_ext.data._transitions import assemble, assemble_fused, check_transitions
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw
 from torchrl_ext.data.storages import SlotStorage
@@ -137,12 +137,13 @@ class PrioritizedTransitionSampler(KeepsPriorities):
 
         Raises:
             RuntimeError: when no row can be sampled.
-            ValueError: when ``n_steps > 1`` and the reward is not one floating-point number.
+            ValueError: when the rows have ``"discount"`` or ``"steps_to_next_obs"`` (their returns are finished
+                already), or ``n_steps > 1`` and the reward is not one floating-point number.
         """
         recipe = self.n_steps, self.gamma, self.reward_key
         options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
         if storage.initialized:
-            check_reward(storage.block.layout, self.reward_key, self.n_steps)
+            check_transitions(storage.block.layout, self.reward_key, self.n_steps)
             if storage.block.on_device and self._rng is None:
                 made = self._draw_captured(storage.block, self._device_table(storage), batch_size, recipe, options)
                 if made is not None:

@@ -33,18 +33,13 @@ class RoutedWrites(ReplayBuffer):
         self.routing_key = None if key is None else unravel_key(key)
         self.routing_dim = dim
 
-    if TYPE_CHECKING:
-
-        def extend_batch(self, run: TensorDictBase, *, streams: slice | None = None) -> SlotHandle:
-            """Implemented by the buffer."""
-
     @_maybe_delay_init
     def extend(self, data: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Writes TorchRL's stream-major data ``[N, T]`` (``[T]`` when there is one stream), or records by stream.
 
         With ``routing_key`` data may have any batch size: each record goes to the stream that it names, records of one
         stream in their order, all by one scatter. With ``routing_dim`` the coordinate along that dimension is the
-        stream, and the first other one is time.
+        stream, and the first other one is time. Inverse transforms get the data as given.
 
         Args:
             data (TensorDictBase): what to write. The routing key is stored where the layout has it (a layout taken
@@ -75,6 +70,20 @@ class RoutedWrites(ReplayBuffer):
                 f"extend: data must be a TensorDict of batch size [N, T], got {type(data).__name__}. "
                 "Nothing was written; stack the records first."
             )
+        inverse = self._inverse(data)
+        if inverse is None:
+            return torch.zeros(0, 2, dtype=torch.int64)
+        return self._extend_inverse(inverse)
+
+    def _inverse(self, data: TensorDictBase) -> TensorDictBase | None:
+        # On what the caller gave: transforms that look along time take the last dimension for it, as in TorchRL. None
+        # says that a transform keeps the data until more come.
+        if self._transform is None or not len(self._transform):
+            return data
+        with _set_dispatch_td_nn_modules(True):
+            return self._transform.inv(data)
+
+    def _extend_inverse(self, data: TensorDictBase) -> torch.Tensor:
         if self.routing_key is not None:
             return self._extend_by_key(data)
         num_streams, dim = self._storage.num_streams, self.routing_dim
@@ -82,12 +91,18 @@ class RoutedWrites(ReplayBuffer):
             return self._extend_by_dim(data, dim)
         if data.batch_dims == 1 and num_streams == 1:
             data = data.unsqueeze(0)
-        if data.batch_dims != 2 or data.shape[0] != num_streams:
+        is_time_major = data.batch_dims == 2 and data._has_names() and data.names[0] == "time"
+        if data.batch_dims != 2 or data.shape[0] != num_streams or is_time_major:
+            named = f" with names {data.names}" if is_time_major else ""
             raise ValueError(
-                f"extend: data must have batch size [{num_streams}, T], got {list(data.batch_size)}. Nothing was "
-                "written; pass time-major runs to extend_batch(), or records of any streams with routing_key=."
+                f"extend: data must have batch size [{num_streams}, T], got {list(data.batch_size)}{named}. Nothing "
+                "was written; pass time-major runs to extend_batch(), or records of any streams with routing_key=."
             )
-        return self.extend_batch(data.transpose(0, 1)).index.flatten(0, 1)
+        return self._write_run(data.transpose(0, 1)).index.flatten(0, 1)
+
+    def _write_run(self, run: TensorDictBase) -> SlotHandle:
+        with self._replay_lock, self._write_lock:
+            return self._storage.extend_batch(run)
 
     def _extend_by_dim(self, data: TensorDictBase, dim: int) -> torch.Tensor:
         num_streams = self._storage.num_streams
@@ -100,7 +115,7 @@ class RoutedWrites(ReplayBuffer):
         if data.batch_dims <= 2:
             # Time is the other dimension: a run, whatever its order in memory.
             run = data.unsqueeze(0) if data.batch_dims == 1 else data.transpose(0, 1) if dim == 0 else data
-            index = self.extend_batch(run).index
+            index = self._write_run(run).index
             return (index.transpose(0, 1) if dim == 0 else index).flatten(0, 1)
         shape = [-1 if d == dim else 1 for d in range(data.batch_dims)]
         ids = torch.arange(num_streams).view(shape).expand(data.batch_size).reshape(-1)
@@ -124,9 +139,6 @@ class RoutedWrites(ReplayBuffer):
         return self._extend_records(data if data.batch_dims == 1 else data.reshape(-1), ids.reshape(-1))
 
     def _extend_records(self, records: TensorDictBase, ids: torch.Tensor) -> torch.Tensor:
-        if self._transform is not None and len(self._transform):
-            with _set_dispatch_td_nn_modules(True):
-                records = self._transform.inv(records)
         with self._replay_lock, self._write_lock:
             return self._storage.extend_records(records, ids)
 
@@ -139,8 +151,12 @@ class RoutedWrites(ReplayBuffer):
         """
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"add: data must be a TensorDict, got {type(data).__name__}. Nothing was written.")
+        inverse = self._inverse(data)
+        if inverse is None:
+            return torch.zeros(0, 2, dtype=torch.int64)
+        data = inverse
         if self.routing_key is not None:
             return self._extend_by_key(data.unsqueeze(0) if not data.batch_dims else data)
         if data.batch_dims == 0 and self._storage.num_streams == 1:
             data = data.unsqueeze(0)
-        return self.extend_batch(data.unsqueeze(0)).index[0]
+        return self._write_run(data.unsqueeze(0)).index[0]

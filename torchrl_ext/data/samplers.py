@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_ext.data._row_draws import EMPTY, draw_uniform, draw_weighted, refuse_empty
-from torchrl_ext.data._transitions import assemble, assemble_fused, check_reward
+from torchrl_ext.data._transitions import assemble, assemble_fused, check_transitions
 from torchrl_ext.data.batch_pool import BatchPool
 from torchrl_ext.data.draws import Draw, locate, sampleable_counts
 from torchrl_ext.data.slot_sampler import SlotSampler
@@ -136,14 +136,14 @@ class TransitionSampler(SlotSampler):
 
         Raises:
             RuntimeError: when no row can be sampled.
-            ValueError: when ``batch_size`` is below 1, or ``n_steps > 1`` and the reward is not one floating-point
-                number.
+            ValueError: when ``batch_size`` is below 1, the rows have ``"discount"`` or ``"steps_to_next_obs"`` (their
+                returns are finished already), or ``n_steps > 1`` and the reward is not one floating-point number.
         """
         _refuse_no_rows(batch_size)
         options: dict[str, Any] = {"contiguous": contiguous, "device": device, "pool": pool}
         recipe = self.n_steps, self.gamma, self.reward_key
         if storage.initialized:
-            check_reward(storage.block.layout, self.reward_key, self.n_steps)
+            check_transitions(storage.block.layout, self.reward_key, self.n_steps)
             if self.replacement and self.stream_weights is None and storage.block.on_device:
                 refuse_empty(storage.block)
                 made = assemble_fused(storage.block, batch_size, *recipe, generator=self._rng, **options)
@@ -213,15 +213,15 @@ class TransitionSampler(SlotSampler):
         """Draws one-step transitions for a stock :class:`torchrl.data.ReplayBuffer`.
 
         Raises:
-            RuntimeError: for ``n_steps > 1``: a stock buffer drops what a sampler computes; use SlotReplayBuffer.
+            RuntimeError: for ``n_steps > 1``: stock buffers and ensembles drop what a sampler computes; use ours.
             TypeError: for another storage.
         """
         if not isinstance(storage, SlotStorage):
             raise TypeError(f"TransitionSampler: the storage must be a SlotStorage, got {type(storage).__name__}.")
         if self.n_steps > 1:
             raise RuntimeError(
-                f"TransitionSampler: n_steps={self.n_steps} needs SlotReplayBuffer; a stock ReplayBuffer drops the "
-                "returns that a sampler computes. Nothing was drawn."
+                f"TransitionSampler: n_steps={self.n_steps} needs SlotReplayBuffer, in an ensemble "
+                "GroupedReplayBufferEnsemble; stock ones drop the returns that a sampler computes. Nothing was drawn."
             )
         # A stock buffer holds no lock of the storage, and what a draw finds out about positions is kept.
         with storage._lock, storage._order:

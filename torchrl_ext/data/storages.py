@@ -43,6 +43,8 @@ class SlotStorage(SavedState):
                ``max(tail, head - capacity) <= step < head``; its generation is ``step // capacity``.
     Publish    A write reserves its steps, copies, then publishes them. A reader in another process without the lock
                must drop what was reserved meanwhile (:class:`~torchrl_ext.data.SlotReplayBuffer` does).
+    Death      What a writer that was killed had reserved does not live until it is written over. Whoever goes on in its
+               place calls :meth:`end_streams` first.
 
     Args:
         capacity (int): slots per stream, at least 2.

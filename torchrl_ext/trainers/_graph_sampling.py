@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_ext.data import SlotReplayBuffer, TransitionSampler, _fused
 from torchrl_ext.data._gather import powers
-from torchrl_ext.data._transitions import _finish, _span
+from torchrl_ext.data._transitions import _finish, _span, check_transitions
 from torchrl_ext.trainers._counter_draws import CounterDraws, counter_draws
 
 
@@ -84,11 +84,12 @@ class GraphSampling:
 
     @staticmethod
     def can_draw(replay: Any) -> bool:
-        """Whether kernels can draw at this time: there are rows, and none of them has an unknown successor."""
+        """Whether kernels can draw at this time: the host knows of a row whose successor is known."""
         storage, sampler = replay._storage, replay._sampler
         if not storage.initialized or replay._batch_size is None:
             return False
         block = storage.block
+        check_transitions(block.layout, sampler.reward_key, sampler.n_steps)
         span = _span(block.layout, sampler.reward_key, sampler.n_steps)
         return block.longest >= 2 and _fused.can_sample(block, span, sampler.n_steps)
 

@@ -251,15 +251,16 @@ class FastSACStepper(GradientSteps):
     def _captured(self, inside: bool, count: int, with_actor: bool) -> torch.cuda.CUDAGraph:
         pattern = [with_actor] if count == 1 else [self._is_actors_turn(turn) for turn in range(count)]
         graph, (stream, _) = torch.cuda.CUDAGraph(), cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", self._streams)
-        sampling = self._sampling if inside else None
-        if sampling is not None:
-            sampling.register(graph)
-        launching = nullcontext() if sampling is None else sampling.launching()
+        if inside and self._sampling is not None:
+            self._sampling.register(graph)
         # Thread-local: other threads, a collector's for one, may go on using the device.
         options: dict[str, Any] = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with launching, torch.cuda.graph(graph, **options):
+        with self._launching(inside), torch.cuda.graph(graph, **options):
             self._run_beside(pattern, inside)
         return graph
+
+    def _launching(self, inside: bool) -> AbstractContextManager[Any]:
+        return self._sampling.launching() if inside and self._sampling is not None else nullcontext()
 
     def _source(self, inside: bool) -> Callable[[int], Any]:
         if inside and self._sampling is not None:
@@ -278,7 +279,8 @@ class FastSACStepper(GradientSteps):
         states = [(generator, generator.get_state()) for generator in generators]
         before: list[tuple[Tensor, Tensor]] = []
         try:
-            batch = self._source(inside)(0)
+            with self._launching(inside):  # other threads may write to the replay
+                batch = self._source(inside)(0)
             for counter in self._counters(inside):
                 counter.advance(0)
             self._choose_metrics(inside, self.losses.read(batch))
