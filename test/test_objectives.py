@@ -18,8 +18,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.nn import functional as F
 from torchrl.data import Bounded, OneHot
-from torchrl.objectives import SoftUpdate
+from torchrl.objectives import SACLoss, SoftUpdate
 
+from torchrl_ext.data import PrioritizedTransitionSampler
 from torchrl_ext.modules import make_fast_sac_actor, make_fast_sac_critic
 from torchrl_ext.objectives import FastSACLoss
 from torchrl_ext.objectives._c51 import project_categorical
@@ -563,8 +564,12 @@ class TestTorchRLInterface:
         torch.manual_seed(0)
         rows = loss.critic_loss(batch)[1]["td_error"]
         torch.manual_seed(0)
-        value, _ = loss.critic_loss(batch.set("_weight", weights.view(shape)))
+        value, _ = loss.critic_loss(batch.set("priority_weight", weights.view(shape)))
         torch.testing.assert_close(value, (rows * weights).sum() / weights.sum())
+
+    def test_the_weights_of_a_prioritized_replay_are_found_under_the_name_that_it_gives_them(self):
+        assert FastSACLoss._AcceptedKeys.priority_weight == SACLoss._AcceptedKeys.priority_weight
+        assert PrioritizedTransitionSampler().weight_key == FastSACLoss._AcceptedKeys.priority_weight
 
     def test_no_reduction_keeps_the_rows(self):
         loss, batch = make_loss(reduction="none"), make_batch()
@@ -580,7 +585,7 @@ class TestTorchRLInterface:
 
     def test_no_loss_waits_for_the_device(self):
         loss, batch = make_loss(target_reduction="min", policy_reduction="min", max_alpha=1.0), make_batch()
-        batch.set("_weight", torch.rand(B, 1))
+        batch.set("priority_weight", torch.rand(B, 1))
         with NoHostSync():
             for name in ("critic_loss", "actor_loss", "alpha_loss"):
                 getattr(loss, name)(batch)[0].backward()

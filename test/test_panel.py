@@ -395,6 +395,12 @@ class TestPlainLines:
                     break
                 time.sleep(0.002)
 
+    def test_a_run_without_an_end_needs_no_more_than_a_title(self):
+        stream = io.StringIO()
+        with Panel(title="run", stream=stream, print_every=60.0) as panel:
+            panel.update(frames=50, updates=25, seconds=2.0, metrics={})
+        assert "50 frames" in stream.getvalue()
+
     def test_one_line_an_interval_and_no_escape_byte(self):
         """case 62"""
         stream = io.StringIO()

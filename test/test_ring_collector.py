@@ -1005,6 +1005,9 @@ def explored(tmp_path_factory) -> SimpleNamespace:
 class TestPolicy:
     """Contract: how actions are chosen, and what is kept beside them."""
 
+    def test_a_trainer_of_torchrl_can_ask_how_many_rows_are_random(self, explored):
+        assert explored.collector.init_random_frames == 7
+
     def test_the_first_rows_are_random_up_to_a_whole_step(self, explored):
         actions = torch.cat(explored.batches)["action"][..., 0]
         assert (actions[:3].abs() <= 1.0).all() and len(torch.unique(actions[:3])) == 9
@@ -1220,6 +1223,9 @@ def storage_of(env: EnvBase, num_streams: int) -> SlotReplayBuffer:
 BAD = {
     "no worker": (lambda: {"num_workers": 0}, ValueError, "num_workers must be at least 1"),
     "no factory": (lambda: {"create_env_fn": []}, ValueError, "num_workers must be at least 1"),
+    "an environment": (lambda: {"create_env_fn": three()}, TypeError, "must be a function .*got CountingEnv.*lambda"),
+    "the name of an environment": (lambda: {"create_env_fn": "Pendulum-v1"}, TypeError, "must be a function .*got str"),
+    "environments": (lambda: {"create_env_fn": [three()]}, TypeError, "must be a function .*got CountingEnv"),
     "factories of another number": (
         lambda: {"create_env_fn": [three, three], "num_workers": 3},
         ValueError,

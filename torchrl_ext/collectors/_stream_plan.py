@@ -102,6 +102,7 @@ class EnvFactories:
 
     Raises:
         ValueError: for no worker, more workers than streams, or factories that do not match.
+        TypeError: for what is not a function, as an environment or its name.
     """
 
     def __init__(
@@ -118,6 +119,12 @@ class EnvFactories:
                 f"RingCollector: num_workers must be at least 1 and match the factories, got {count} workers and "
                 f"{given} factories. Nothing was started."
             )
+        for factory in [create_env_fn] if several is None else several:
+            if isinstance(factory, EnvBase) or not callable(factory):
+                raise TypeError(
+                    "RingCollector: create_env_fn must be a function that makes environments, or one for each worker, "
+                    f"got {type(factory).__name__}. Nothing was started; pass lambda: GymEnv(...) or the like."
+                )
         one = cast(Callable[..., EnvBase], create_env_fn)
         self.columns: list[slice] = []
         self.factories: list[Callable[[], EnvBase]] = [one] * count if several is None else several

@@ -197,6 +197,7 @@ class RingCollector(BaseCollector):
         if total_frames != -1:
             setup.check_frames("total_frames", total_frames, self.num_streams)
         self.requested_frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.init_random_frames = init_random_frames or 0  # a Trainer of TorchRL asks for it
         self.replay_buffer = replay_buffer
         storage = setup.check_storage(replay_buffer, self.layout, self.num_streams)
         target_device = setup.target_device(storage, storing_device)

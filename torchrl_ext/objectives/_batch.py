@@ -32,7 +32,7 @@ class BatchLossModule(BoundLossModule):
         discount: NestedKey = "discount"
         steps_to_next_obs: NestedKey = "steps_to_next_obs"
         priority: NestedKey = "td_error"
-        priority_weight: NestedKey = "_weight"
+        priority_weight: NestedKey = "priority_weight"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys

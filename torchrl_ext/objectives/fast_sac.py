@@ -27,8 +27,8 @@ class FastSACLoss(TemperatureLossModule):
         L_{critic} = \sum_q CE(target_q, Z_q(s, a)),\quad L_{actor} = \alpha \log\pi(a|s) - Q(s, a),\quad
         L_{\alpha} = -\alpha (\log\pi + \bar H)
 
-    with ``a ~ pi(s)``, averaged over the batch, weighted by ``"_weight"`` (``[*B]`` or ``[*B, 1]``) when present.
-    Each loss has gradients for its own parameters only.
+    with ``a ~ pi(s)``, averaged over the batch, weighted by ``"priority_weight"`` (``[*B]`` or ``[*B, 1]``) when
+    present. Each loss has gradients for its own parameters only.
 
     Bootstrap   only ``("next", "terminated")`` masks it: a truncated row bootstraps from the observation in
                 ``"next"``, which must be the final one of its episode. ``done`` and ``truncated`` are not read.

@@ -47,8 +47,8 @@ class Panel:
 
     Keyword Args:
         title (str): of the run.
-        total_frames (int, optional): rows at which the run ends.
-        time_budget (float, optional): seconds at which it ends.
+        total_frames (int, optional): rows at which the run ends. Defaults to None (unknown).
+        time_budget (float, optional): seconds at which it ends. Defaults to None (unknown).
         print_every (float): seconds between plain lines. Defaults to 5.
         sampler (callable, optional): returns a :class:`~torchrl_ext.record.system_metrics.SystemSample`, in a thread of
             its own. Without one there is no System view.
@@ -63,7 +63,7 @@ class Panel:
     Examples:
         >>> import io
         >>> stream = io.StringIO()
-        >>> with Panel(title="pendulum", total_frames=100, time_budget=None, stream=stream) as panel:
+        >>> with Panel(title="pendulum", total_frames=100, stream=stream) as panel:
         ...     panel.update(frames=50, updates=25, seconds=2.0, metrics={"train/return": -3.0}, note="return -3.0")
         >>> stream.getvalue()
         ' 50.0 %  50 frames  0 frames/s  25 updates  0.0 updates/s  0:02 elapsed  0:02 left  return -3.0\\n'
@@ -73,8 +73,8 @@ class Panel:
         self,
         *,
         title: str,
-        total_frames: int | None,
-        time_budget: float | None,
+        total_frames: int | None = None,
+        time_budget: float | None = None,
         print_every: float = 5.0,
         sampler: Callable[[], SystemSample] | None = None,
         stream: TextIO | None = None,
