@@ -397,7 +397,10 @@ class TestRingCases:
         )
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
             publisher = Path(f"/proc/{int(process.stdout.readline())}/cmdline")
-            assert publisher.read_bytes()
+            deadline = time.monotonic() + 30
+            while not publisher.read_bytes():  # as long as the process only begins to run its program
+                assert time.monotonic() < deadline, "the publisher has ended, or never ran"
+                time.sleep(0.05)
             process.kill()  # or SIGTERM, which ends Python as abruptly
         deadline = time.monotonic() + 30
         # Nothing is left there of what ended and nobody waited for.

@@ -754,7 +754,7 @@ def run_program(config: Config, ops: list[Any]) -> None:
 
 
 model = settings(
-    max_examples=max(200, settings.default.max_examples),
+    max_examples=max(100, settings.default.max_examples),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 

@@ -211,6 +211,12 @@ class TestSavingBesideAWriter:
         assert restored.head.tolist() == [5] * STREAMS and restored.block.may_have_holes
 
 
+def test_storage_without_rows_or_layout_is_not_shared_with_a_spawned_process():
+    process = mp.get_context("spawn").Process(target=write_once, args=(SlotStorage(CAPACITY, STREAMS, shared=True),))
+    with pytest.raises(RuntimeError, match="rows must be there to be shared .* give layout= or write a run first"):
+        process.start()
+
+
 def test_reopened_file_has_the_rows_and_positions(tmp_path):
     storage = make_storage("file", tmp_path)
     handle = storage.extend_batch(run(0, 20))

@@ -17,6 +17,7 @@ from torchrl.data import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
 )
 from torchrl.data.postprocs import MultiStep
 from torchrl.data.replay_buffers.sample_units import Transition
@@ -409,6 +410,31 @@ def test_an_inverse_transform_of_extend_finds_time_where_torchrl_has_it(routing:
         replay.append_transform(Reward2GoTransform(gamma=0.5, out_keys=["to_go"]))
         replay.extend(with_ids(stream_major(0, 8)))
     assert torch.equal(ours[:]["to_go"], stock[:]["to_go"])
+
+
+def test_an_inverse_transform_of_a_time_major_run_finds_time_where_torchrl_has_it() -> None:
+    stock = TensorDictReplayBuffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=4)
+    for replay in (stock, ours):
+        replay.append_transform(Reward2GoTransform(gamma=0.5, out_keys=["to_go"]))
+    stock.extend(stream_major(0, 8))
+    ours.extend_batch(stream_major(0, 8).transpose(0, 1))
+    assert torch.equal(ours[:]["to_go"], stock[:]["to_go"])
+
+
+def test_a_run_that_a_transform_keeps_for_later_is_refused() -> None:
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=4, transform=MultiStepTransform(3, 0.5))
+    with pytest.raises(ValueError, match="must return the run, got None .* Nothing was written; use extend"):
+        ours.extend_batch(stream_major(0, 2).transpose(0, 1))
+    assert len(ours) == 0
+
+
+def test_a_writer_of_another_kind_is_refused() -> None:
+    ours = SlotReplayBuffer(storage=SlotStorage(20, STREAMS), batch_size=4)
+    before = ours.writer
+    with pytest.raises(TypeError, match="set_writer needs a SlotWriter, got TensorDictRoundRobinWriter"):
+        ours.set_writer(TensorDictRoundRobinWriter())
+    assert ours.writer is before and ours.set_writer(SlotWriter()) is before
 
 
 def test_a_transform_that_keeps_the_data_for_later_writes_nothing_yet() -> None:

@@ -84,6 +84,12 @@ class SavedState(StockView):
 def pickled_block(storage: SlotStorage, block: SlotBlock | None) -> dict | None:
     """Returns what a pickle carries: bytes by value, or the shared memory itself when a process is being spawned."""
     if block is None:
+        if get_spawning_popen() is not None:
+            # Both processes would allocate rows of their own, and none would see the other's.
+            raise RuntimeError(
+                "SlotStorage: rows must be there to be shared with a process, got a storage without rows and layout. "
+                "Nothing was sent; give layout= or write a run first."
+            )
         return None
     state: dict[str, Any] = {"geometry": block.geometry(), "bytes": block.bytes}
     if get_spawning_popen() is None:

@@ -163,13 +163,26 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
     def extend_batch(self, run: TensorDictBase | PackedRun, *, streams: slice | None = None) -> SlotHandle:
         """Writes a time-major run ``[K, N]``; see :meth:`SlotStorage.extend_batch`.
 
-        Inverse transforms run on TensorDicts; packed runs are moved as they are.
+        Inverse transforms run on TensorDicts, with time last as in TorchRL; packed runs are moved as they are.
         """
         if isinstance(run, TensorDictBase) and self._transform is not None and len(self._transform):
-            with _set_dispatch_td_nn_modules(True):
-                run = self._transform.inv(run)
+            inverse = self._inverse(run.transpose(0, 1) if run.batch_dims == 2 else run)
+            if inverse is None:
+                raise ValueError(
+                    "extend_batch: inverse transforms must return the run, got None of one that keeps it for later. "
+                    "Nothing was written; use extend()."
+                )
+            run = inverse.transpose(0, 1) if inverse.batch_dims == 2 else inverse
         with self._replay_lock, self._write_lock:
             return self._storage.extend_batch(run, streams=streams)
+
+    def set_writer(self, writer: SlotWriter) -> SlotWriter:
+        """Replaces the writer and returns the one before; raises ``TypeError`` for a kind that cannot write here."""
+        if not isinstance(writer, SlotWriter):
+            raise TypeError(
+                f"SlotReplayBuffer: set_writer needs a SlotWriter, got {type(writer).__name__}. Nothing was changed."
+            )
+        return super().set_writer(writer)
 
     @_maybe_delay_init
     def end_streams(self, streams: slice | None = None) -> None:
