@@ -28,6 +28,18 @@ from torchrl_ext.weight_update._channel import ANSWERED
 DEADLINE = 60.0
 
 
+class Counting(nn.Linear):
+    """A layer whose extra state is a tensor."""
+
+    seen = torch.zeros(())
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.seen = state["seen"]
+
+
 class Mixed(nn.Module):
     """Leaves of every kind."""
 
@@ -208,15 +220,6 @@ class TestLayout:
         assert same(source, destination)
 
     def test_extra_state_of_tensors_travels(self):
-        class Counting(nn.Linear):
-            seen = torch.zeros(())
-
-            def get_extra_state(self) -> dict[str, torch.Tensor]:
-                return {"seen": self.seen}
-
-            def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-                self.seen = state["seen"]
-
         source, destination = Counting(2, 1), Counting(2, 1)
         layout, flat = packed(source)
         source.seen = torch.tensor(7.0)  # another tensor than the one of before
@@ -380,15 +383,6 @@ class TestScheme:
         assert not scheme.initialized_on_sender and scheme.layout is None
 
     def test_extra_state_that_changed_meanwhile_keeps_all_workers_weights(self):
-        class Counting(nn.Linear):
-            seen = torch.zeros(())
-
-            def get_extra_state(self) -> dict[str, torch.Tensor]:
-                return {"seen": self.seen}
-
-            def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-                self.seen = state["seen"]
-
         learners, policy = {worker: Counting(2, 1) for worker in range(2)}, Counting(2, 1)
         scheme = SeqlockWeightSyncScheme(num_workers=2)
         scheme.init_on_sender(model_id="policy", model=learners[0])

@@ -162,9 +162,13 @@ class RingCollector(BaseCollector):
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self._closed = True  # for __del__, should what follows raise
-        counts = {"init_random_frames": (init_random_frames, 0), "ring_slots": (ring_slots, 2)}
         setup.check_numbers(
-            {**counts, "max_restarts": (max_restarts, 0), "num_threads": (num_threads, 1)},
+            {
+                "init_random_frames": (init_random_frames, 0),
+                "ring_slots": (ring_slots, 2),
+                "max_restarts": (max_restarts, 0),
+                "num_threads": (num_threads, 1),
+            },
             {"boot_timeout": boot_timeout, "stall_timeout": stall_timeout},
         )
         setup.check_choices(

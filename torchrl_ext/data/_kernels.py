@@ -143,7 +143,7 @@ def transitions(
             later = (step + k) % capacity * num + stream
             ending = tl.load(rows32 + later * row_words + final_word, mask=alive, other=0)
             if HOLE_SEARCH > 0:
-                alive = alive & (ending != -3)
+                alive = alive & (ending != -3)  # a return ends before a hole
             reward = tl.load(rewards + later * row_words + reward_word, mask=alive, other=0.0)
             total += reward * tl.load(powers + k)
             final = tl.where(alive, ending, final)

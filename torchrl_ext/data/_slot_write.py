@@ -149,7 +149,7 @@ def write_run(storage: SlotStorage, run: Run | PackedRun, columns: slice) -> Slo
     heads = first + num_steps
     positions[NEWEST, columns] = newest_state(block, ends, columns, heads, None if head is None else head + num_steps)
     if not watched:
-        positions[RESERVED, columns] = np.maximum(positions[RESERVED, columns], heads)
+        positions[RESERVED, columns] = heads
     positions[HEAD, columns] = heads
     return SlotHandle(first, num_steps, columns, block.capacity)
 
