@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 if __name__ == "__main__":
     # Run as a script, sys.path starts at benchmarks/; and torchrl's wheel installs a package of this name as well.
@@ -39,6 +38,7 @@ from benchmarks.revision_trees import (
     SIGNALS,
     CompareError,
     commit_of,
+    interrupt,
     signals_wait,
     snapshot,
     take_definitions,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, pytest_options = _parser().parse_args(arguments[:cut]), arguments[cut + 1 :]
     # One that is ignored (nohup) stays so.
     heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _leave) for number in heeded}
+    previous = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         with tempfile.TemporaryDirectory(prefix="compare-revisions-") as folder:
             lines, title = _compare(args, Path(folder), pytest_options)
@@ -158,10 +158,6 @@ def _read(report: Path) -> Samples:
 def _hear_signals() -> None:
     """In the run: what waits in this process must not wait in its benchmarks, which end workers by it."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _leave(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _positive(text: str) -> int:

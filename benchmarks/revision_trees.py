@@ -15,6 +15,8 @@ FOLDER = "benchmarks"
 DEFAULT_BENCHMARKS = "test_*_benchmark.py"
 #: What ends a comparison: Ctrl-C, the end of a job, a terminal that is gone.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Those that came while signals wait; None while they do not.
+_waiting: list[object] | None = None
 
 
 class CompareError(RuntimeError):
@@ -45,14 +47,27 @@ def worktree(repository: Path, commit: str, path: Path) -> Iterator[Path]:
                 _git(repository, "worktree", "prune")
 
 
+def interrupt(number: int, _: object) -> None:
+    """Handles a signal: raises ``KeyboardInterrupt``, within :func:`signals_wait` at its end."""
+    if _waiting is None:
+        raise KeyboardInterrupt
+    _waiting.append(number)
+
+
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
     """Keeps signals for later, from processes too: half a removal would leave the worktree registered."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    global _waiting
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the processes: they inherit it
+    # The mask is this thread's alone. What another one hears, a library's, has its handler run in this one.
+    _waiting = []
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        came, _waiting = _waiting, None
+        if came:
+            raise KeyboardInterrupt
 
 
 def snapshot(repository: Path, path: Path) -> Path:

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -258,15 +260,17 @@ class TestErrors:
         assert err.endswith("compare_revisions.py: interrupted; the worktrees are removed.\n")
         wait_until(lambda: not Path(f"/proc/{started.read_text()}").exists())
 
-    def test_a_signal_while_a_run_is_being_started_ends_it(self, repository, monkeypatch):
-        started = []
+    @pytest.mark.parametrize("heard_by", ["this thread", "another thread"])
+    def test_a_signal_while_a_run_is_being_started_ends_it(self, repository, monkeypatch, heard_by):
+        """Another thread hears what this one blocks, and the handler then runs in this one all the same."""
+        started, terminate = [], noticed_signal if heard_by == "another thread" else signal.raise_signal
 
         class Popen(subprocess.Popen):
             def __init__(self, command, **options):
                 super().__init__(command, **options)
                 if "pytest" in command:
                     started.append(self)
-                    os.kill(os.getpid(), signal.SIGTERM)  # before anybody knows of the process
+                    terminate(signal.SIGTERM)  # before anybody knows of the process
 
         repository.write("torchrl_ext/__init__.py", "SECONDS = 1000.0\n")
         repository.commit()
@@ -319,6 +323,27 @@ def git_that(folder: Path, monkeypatch: pytest.MonkeyPatch, *, when: str, does: 
     script.write_text(f'#!/bin/sh\ncase "$*" in *"{when}"*) {does};; esac\nexec {shutil.which("git")} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def noticed_signal(number: int) -> None:
+    """Sends this process a signal that a second thread receives; returns once Python has noted it for its handler."""
+    done = threading.Event()
+    second = threading.Thread(target=done.wait, args=(DEADLINE_S,))
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    second.start()  # with the mask of the thread that starts it
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    previous = signal.set_wakeup_fd(writer)
+    try:
+        signal.pthread_kill(second.ident, number)
+        assert select.select([reader], [], [], DEADLINE_S)[0], "the signal was not noted"
+    finally:
+        signal.set_wakeup_fd(previous)
+        done.set()
+        second.join(DEADLINE_S)
+        os.close(reader)
+        os.close(writer)
 
 
 def wait_until(condition) -> None:
