@@ -468,6 +468,9 @@ class FakeTerminal:
     def __init__(self, fault: Exception | None = None) -> None:
         self.frames, self.above, self.closed, self.fault = [], [], 0, fault
 
+    def open(self) -> None:
+        pass
+
     def keep_modes(self) -> None:
         pass
 
@@ -488,6 +491,7 @@ def paint(terminal, *, sampler=None, view: int = SYSTEM, seconds: float = 0.3, s
         board, stream or io.StringIO(), terminal=terminal, sampler=sampler, print_every=60.0, draw_every=0.02
     )
     painter._view = view
+    painter.start()
     painter.say("hello")
     time.sleep(seconds)
     painter.stop()
@@ -544,7 +548,7 @@ class TestPainter:
 
         threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
         panel = Panel(title="run", total_frames=1, time_budget=None, stream=io.StringIO(), sampler=machine)
-        monkeypatch.setattr(panel, "_open_terminal", lambda: terminal)
+        monkeypatch.setattr(panel, "_terminal", lambda: terminal)
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             panel.start()

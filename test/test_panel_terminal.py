@@ -346,21 +346,31 @@ class TestLeaving:
             assert running.is_restored()
             assert running.wrote(seen)
 
-    def test_ctrl_c_while_the_panel_starts_restores_the_terminal(self):
-        program = """
-        import signal
-        from torchrl_ext.record import panel as module
-        class Interrupted(module.PanelPainter):
-            def __init__(self, *args, **options):
-                super().__init__(*args, **options)
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.05)
-        module.PanelPainter = Interrupted
+    @pytest.mark.parametrize(
+        "after", [*"Terminal.__init__ PanelPainter.__init__ os.dup2 tty.setcbreak threading.Thread.start".split()]
+    )
+    def test_ctrl_c_while_the_panel_starts_restores_the_terminal(self, after):
+        """Heard by another thread, such as torch has: a mask of signals in the main one is of no use."""
+        program = f"""
+        import select, signal, threading, tty
+        from torchrl_ext.record.panel_painter import PanelPainter
+        from torchrl_ext.record.panel_terminal import Terminal
+        second = threading.Thread(target=time.sleep, args=({DEADLINE},), daemon=True)
+        second.start()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        real = {after}
+        def interrupted(*args, **options):
+            real(*args, **options)
+            signal.pthread_kill(second.ident, signal.SIGINT)
+            select.select([reader], [], [])
+        {after} = interrupted
         with make() as panel: train(panel)
         """
         with session(program) as running:
             assert running.end() in (-signal.SIGINT, 130)
-            assert running.is_restored()
+            assert running.is_restored() and running.wrote("KeyboardInterrupt")
 
     def test_start_that_fails_halfway_restores_the_terminal(self):
         program = """

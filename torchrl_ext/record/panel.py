@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,23 +103,25 @@ class Panel:
         if self._painter is not None or self._is_stopped:
             return
         atexit.register(self.stop)
-        # A Ctrl-C between the first change to the terminal and the assignment would leave nobody to put it back.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Nothing is changed before stop() knows of the painter: a Ctrl-C may come between any two instructions.
+        self._painter = PanelPainter(
+            self._board,
+            self._stream,
+            terminal=self._terminal(),
+            sampler=self._sampler,
+            print_every=self._print_every,
+            draw_every=self._draw_every,
+        )
         try:
-            self._painter = PanelPainter(
-                self._board,
-                self._stream,
-                terminal=self._open_terminal(),
-                sampler=self._sampler,
-                print_every=self._print_every,
-                draw_every=self._draw_every,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            self._painter.start()
+        except BaseException:
+            self._painter.stop()
+            self._painter = None
+            raise
         if self._board.counts is not None:
             self._painter.wake()
 
-    def _open_terminal(self) -> Terminal | None:
+    def _terminal(self) -> Terminal | None:
         if not self._stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
             return None
         if importlib.util.find_spec("rich") is None:

@@ -27,7 +27,7 @@ _JOIN_TIMEOUT = 5.0
 
 
 class PanelPainter:
-    """Draws a board until it is stopped: frames on a terminal, plain lines on any other stream.
+    """Draws a board from :meth:`start` to :meth:`stop`: frames on a terminal, plain lines on any other stream.
 
     A fault of drawing, such as a terminal that is gone, puts the terminal back and goes on with plain lines.
 
@@ -36,7 +36,7 @@ class PanelPainter:
         stream (TextIO): of plain lines.
 
     Keyword Args:
-        terminal (Terminal, optional): of frames; closed by :meth:`stop`, and where no thread can be started.
+        terminal (Terminal, optional): of frames; opened by :meth:`start`, closed by :meth:`stop`.
         sampler (callable, optional): returns a :class:`~torchrl_ext.record.system_metrics.SystemSample`.
         print_every (float): seconds between plain lines.
         draw_every (float): seconds between frames.
@@ -59,18 +59,17 @@ class PanelPainter:
         self._stopping = threading.Event()
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="panel", daemon=True)
-        if terminal is None:
-            self.write_plain(board.take_unsaid())
-        try:
-            if terminal is not None and sampler is not None:
+
+    def start(self) -> None:
+        """Takes the terminal and starts the threads; :meth:`stop` it also when this raises or is interrupted."""
+        if self._terminal is None:
+            self.write_plain(self._board.take_unsaid())
+        else:
+            self._terminal.open()
+            if self._sampler is not None:
                 # A driver may hang: nobody waits for this one, neither keys nor the end of the run.
                 threading.Thread(target=self._sample, name="panel-sampler", daemon=True).start()
-            self._thread.start()
-        except BaseException:  # without threads nobody else would put the terminal back
-            self._stopping.set()
-            self._leave()
-            self._close_pipe()
-            raise
+        self._thread.start()
 
     def wake(self) -> None:
         """Has the thread look at the board now; nothing once it ended."""
@@ -94,7 +93,8 @@ class PanelPainter:
         """Draws once more, ends the thread and puts the terminal back; may be called again after an interruption."""
         self._stopping.set()
         self.wake()
-        self._thread.join(_JOIN_TIMEOUT)
+        if self._thread.is_alive():  # not when it could not be started
+            self._thread.join(_JOIN_TIMEOUT)
         self._leave()
         if not self._thread.is_alive():
             self._close_pipe()

@@ -26,7 +26,7 @@ _TAIL = 64 * 1024
 
 
 class Terminal:
-    """Draws frames on a terminal that nobody else writes to meanwhile.
+    """Draws frames on a terminal that nobody else writes to meanwhile, from :meth:`open` to :meth:`close`.
 
     Frames     from the first line of the screen, written in one piece. What the screen showed before scrolls away.
     Output     those of the descriptors 1 and 2 that are this terminal lead to a file, also in processes that are
@@ -54,13 +54,12 @@ class Terminal:
         self._output = output
         self._saved: dict[int, int] = {}
         self._modes: tuple[int, list[Any]] | None = None
-        self._drew = False
-        try:
-            self._redirect()
-            self._take_keys()
-        except BaseException:  # nobody has the object to close it
-            self.close()
-            raise
+        self._drew = self._is_redirected = False
+
+    def open(self) -> None:
+        """Takes the terminal; :meth:`close` puts back as much as was taken when this is interrupted."""
+        self._redirect()
+        self._take_keys()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -88,7 +87,7 @@ class Terminal:
             if os.isatty(fd) and os.fstat(fd).st_rdev == terminal:
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
-                self._saved[fd] = os.dup(fd)
+                self._saved[fd], self._is_redirected = os.dup(fd), True
                 os.dup2(self._log.fileno(), fd)
 
     def _take_keys(self) -> None:
@@ -134,22 +133,23 @@ class Terminal:
             data = data[os.write(self._fd, data) :]
 
     def close(self) -> None:
-        """Puts the terminal and the descriptors back; may be called twice."""
+        """Puts the terminal and the descriptors back; may be called twice, also after an interruption."""
         if self._fd < 0:
             return
-        for fd, saved in self._saved.items():
+        for fd, saved in [*self._saved.items()]:
             with contextlib.suppress(OSError, ValueError):
                 (sys.stdout if fd == 1 else sys.stderr).flush()
             os.dup2(saved, fd)
+            del self._saved[fd]
             os.close(saved)
         with contextlib.suppress(OSError, termios.error):
             if self._modes is not None and self.in_foreground:
                 termios.tcsetattr(self._modes[0], termios.TCSANOW, self._modes[1])
             if self._drew:
                 self._write("\x1b[?25h\x1b[0m")
-        if self._output is None and self._saved:
+        if self._output is None and self._is_redirected:
             self._replay()
-        self._saved, self._modes = {}, None
+        self._is_redirected, self._modes = False, None
         self._log.close()
         os.close(self._fd)
         self._fd = -1
