@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import sys
 import threading
@@ -19,9 +20,10 @@ import torch
 from _reference import flat_rows, leaves, state_bytes
 from tensordict import TensorDict
 
-from torchrl_ext.data import RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
+from torchrl_ext.data import GroupedReplayBufferEnsemble, RowLayout, SlotReplayBuffer, SlotStorage, TransitionSampler
 
 FLAGS = ("done", "terminated", "truncated")
+DEADLINE = 30.0
 BOTH_N = pytest.mark.parametrize("n_steps", [1, 3])
 
 
@@ -340,6 +342,53 @@ class TestCase8SavedAndLoaded:
             new = pickle.loads(pickle.dumps(old))
         for _ in range(5):
             assert flat_rows(new.sample()) == flat_rows(old.sample())
+
+    @pytest.mark.parametrize("copied", [False, True])
+    @pytest.mark.parametrize("kind", ["buffer", "ensemble"])
+    def test_batches_ahead_are_drawn_in_the_order_in_which_they_are_returned(self, kind, copied, monkeypatch):
+        """case 8: else a generator's draws go to this batch or that one, and no seed reproduces"""
+
+        def make(prefetch):
+            made = make_buffer(6, 3, 3, batch_size=8, prefetch=prefetch if kind == "buffer" else None)
+            made.extend_batch(steps(0, 5, 3))
+            if kind == "ensemble":
+                generator = torch.Generator().manual_seed(0)
+                made = GroupedReplayBufferEnsemble(made, batch_size=8, prefetch=prefetch, generator=generator)
+            return pickle.loads(pickle.dumps(made)) if copied else made
+
+        ahead, expected = make(2), make(None)
+        real, calls, second_came = ahead._sample, itertools.count(), threading.Event()
+
+        def first_thread_is_late(batch_size):
+            call = next(calls)
+            if call == 1:
+                assert second_came.wait(DEADLINE)
+                time.sleep(0.1)  # as long as the second one needs, were it not for its turn
+            elif call == 2:
+                second_came.set()
+            return real(batch_size)
+
+        monkeypatch.setattr(ahead, "_sample", first_thread_is_late)
+        for _ in range(3):
+            assert ahead.sample()["id"].tolist() == expected.sample()["id"].tolist()
+
+    @pytest.mark.parametrize("fails", ["in its draw", "before it"])
+    def test_batch_ahead_that_fails_lets_the_next_one_draw(self, fails, monkeypatch):
+        buffer = make_buffer(6, 3, 3, batch_size=8, prefetch=2)
+        buffer.extend_batch(steps(0, 5, 3))
+        owner, name = (buffer, "_sample") if fails == "before it" else (buffer.sampler, "draw_batch")
+        real, calls = getattr(owner, name), itertools.count()
+
+        def second_fails(*args, **options):
+            if next(calls) == 1:
+                raise RuntimeError("a fault")
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, second_fails)
+        buffer.sample()
+        with pytest.raises(RuntimeError, match="a fault"):
+            buffer.sample()
+        assert buffer.sample().shape == (8,)
 
     def test_loaded_batches_ahead_say_on_which_device_they_are(self, tmp_path):
         old = make_buffer(6, 3, 3, batch_size=8, prefetch=2)

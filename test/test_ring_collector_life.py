@@ -571,6 +571,11 @@ def line_of(process: subprocess.Popen) -> str:
     return line.strip()
 
 
+def ctrl_c_within() -> float:
+    """Seconds: five where a core is free. torch and TorchRL take one of them to leave an interpreter, alone."""
+    return 5.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def workers_of(process: subprocess.Popen) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
@@ -590,7 +595,7 @@ class TestScripts:
             assert len(workers) == 2 + (mode == "drain")  # the resource tracker of a replay's lock
             files = shared_files([process.pid, *workers])
             process.send_signal(end)
-            process.wait(5.0)
+            process.wait(ctrl_c_within())
             wait_until(lambda: gone(workers), "the end of the workers", GONE_WITHIN)
             assert process.stderr is not None
             assert end == signal.SIGKILL or "KeyboardInterrupt" in process.stderr.read()
@@ -602,7 +607,7 @@ class TestScripts:
             wait_until(lambda: len(workers_of(process)) == 2, "the start of the workers")
             workers = workers_of(process)
             process.send_signal(signal.SIGINT)
-            process.wait(5.0)
+            process.wait(ctrl_c_within())
             wait_until(lambda: gone(workers), "the end of the workers", GONE_WITHIN)
 
     # ---------------------------------------------------------------------- what stays

@@ -12,6 +12,7 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from tensordict.utils import expand_right
 from torchrl.data.replay_buffers.utils import pin_memory_output
 
+from torchrl_ext.data._draw_order import in_turn
 from torchrl_ext.data._ensemble_state import EnsembleState
 from torchrl_ext.data._member_rows import MemberGroups
 from torchrl_ext.data._member_samples import Drawn, stack_members
@@ -30,7 +31,7 @@ class EnsembleSampling(EnsembleState):
                 "Nothing was drawn."
             )
         rows = batch_size // shares
-        with self._replay_lock, self._write_lock:
+        with in_turn(), self._replay_lock, self._write_lock:
             ids = self._choose(rows)
             groups = MemberGroups(ids, len(self._members), "sample")
             drawn = [self._draw(self._members[n], rows, span.stop - span.start) for n, span in groups]

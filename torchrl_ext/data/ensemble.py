@@ -117,6 +117,7 @@ class GroupedReplayBufferEnsemble(EnsembleWriting):
             pin_memory=pin_memory,
             shared=shared,
         )
+        self._order_draws_ahead()
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Sets the generator of the ensemble and all members; None leaves the members theirs."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torchrl.data import ReplayBuffer
 
+from torchrl_ext.data._draw_order import DrawExecutor
 from torchrl_ext.data._staging import Stageable, stage
 from torchrl_ext.data._update_queue import UpdateQueue
 from torchrl_ext.data.batch_pool import BatchPool
@@ -63,6 +64,11 @@ class QueuedUpdates(ReplayBuffer):
         self.visibility = visibility
         self._updates = UpdateQueue(max_pending_bytes, when_full)
 
+    def _order_draws_ahead(self) -> None:
+        """Replaces the threads of ``prefetch``, which draw in any order."""
+        if self._prefetch_cap:
+            self._prefetch_executor = DrawExecutor(self._prefetch_cap)
+
     def _wait_for_updates(self) -> None:
         """Waits for updates submitted before, and for the batches that were being sampled ahead."""
         wait(_members(self._pending_update_futures))
@@ -91,6 +97,10 @@ class QueuedUpdates(ReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         # Updates that were submitted in the meantime are not for the copy.
         return {**super().__getstate__(), "_pending_update_futures": deque(), "_sample_dependency": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._order_draws_ahead()
 
     def _submit(
         self,

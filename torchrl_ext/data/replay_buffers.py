@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.replay_buffers.base import _maybe_delay_init
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_ext.data._draw_order import in_turn
 from torchrl_ext.data._prefetch_state import read_prefetch, write_prefetch
 from torchrl_ext.data.batch_pool import PinnedPool
 from torchrl_ext.data.conditional_updates import ConditionalUpdates
@@ -60,7 +61,9 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
         when_full ("block", "raise" or "drop_oldest", optional): what an update does that would pass the bound.
             Defaults to ``"block"``.
         batch_size, transform, prefetch, generator, pin_memory and the other keywords: as in TorchRL. A CPU
-            ``generator`` also serves a CUDA storage. Without one, draws come from torch's default generator.
+            ``generator`` also serves a CUDA storage. Without one, draws come from torch's default generator. With
+            ``prefetch`` and a sampler of this package, batches are drawn in the order in which they are returned;
+            transforms run side by side.
 
     Raises:
         TypeError: when the storage or the writer is of another kind.
@@ -112,6 +115,7 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
             writer=SlotWriter() if writer is None else writer,
             **kwargs,
         )
+        self._order_draws_ahead()
 
     def _init(self) -> None:
         collates = self._init_collate_fn is not None
@@ -257,7 +261,7 @@ class SlotReplayBuffer(ConditionalUpdates, RoutedWrites):
                 if is_tensor_collection(data) and isinstance(value, torch.Tensor) and value.shape[:1] == data.shape[:1]:
                     data.set(key, value)
             return data, info
-        with self._replay_lock, self._write_lock, self._storage._lock, self._storage._order:
+        with in_turn(), self._replay_lock, self._write_lock, self._storage._lock, self._storage._order:
             data, info = self._consistent_sample(batch_size)
         if self._pin_memory and data.device is not None and data.device.type == "cpu" and torch.cuda.is_available():
             data = data.pin_memory()
