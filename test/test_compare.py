@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -436,10 +437,23 @@ class TestCollectorRate:
         monkeypatch.setattr(collection, "SECONDS", 0.05)
         monkeypatch.setattr(collection, "TASKS", (collection.Task("Pendulum-v1", 4, 3, 1),))
         monkeypatch.setattr(collection.torchrl_collector, "SharedReplayCollector", refuse)
+        monkeypatch.setattr(collection.motrixlab_collector, "RingedCollector", refuse)
         (record,) = compare.run_case("collector_rate", cases.load("collector_rate"), CPU, sizes=[TINY], rounds=1)
         assert record["config"] == "Pendulum-v1, 4 streams"
         assert record["ratio_limit"] > 0
         assert record["extra"]["rows"] % 4 == 0 and record["extra"]["ours_rows_s"] > 0
+
+    def test_motrixlabs_collector_makes_the_rows_it_is_asked_for_and_rests(self):
+        pytest.importorskip("envpool")
+        pytest.importorskip("motrix_rl_builtin")
+        from benchmarks.peers.motrixlab_collector import RingedCollector
+
+        options = {"task_id": "Pendulum-v1", "num_envs": 4, "num_threads": 1, "seed": 0}
+        with closing(RingedCollector(options, torch.nn.Linear(3, 1), slots=64, drain_every=1e-3)) as collector:
+            for wanted in (100, 150):
+                collector.collect(200 if wanted == 150 else 400)
+                assert collector._control.collector_steps == wanted
+            assert collector._drain() == 0
 
     def test_without_envpool_it_is_one_sentence(self, monkeypatch, capsys, restore_threads):
         monkeypatch.setitem(sys.modules, "envpool", None)

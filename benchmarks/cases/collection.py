@@ -4,7 +4,8 @@
 
 ``collector_rate``  so many rows from one worker process of :class:`RingCollector` in a replay buffer. The limit is the
                     bare loop: the same EnvPool task and network in one process, rows thrown away. The peer is TorchRL's
-                    ``MultiAsyncCollector`` with the same environment and a shared buffer. All candidates collect as
+                    ``MultiAsyncCollector`` with the same environment and a shared buffer. Measured beside them, where
+                    it is installed: MotrixLab's collector, drained into its own replay. All candidates collect as
                     many rows per call, as many as the bare loop makes in ``COLLECTOR_SECONDS`` (3.0); each is alive
                     and at rest while another one is timed. The pool has ``COLLECTOR_ENV_THREADS`` (2) threads.
 
@@ -28,7 +29,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from benchmarks.cases import Comparison
-from benchmarks.peers import PeerUnavailableError, torchrl_collector
+from benchmarks.peers import PeerUnavailableError, motrixlab, motrixlab_collector, torchrl_collector
 from benchmarks.presets import ReplaySizes
 from benchmarks.timing import Candidate
 from torchrl_ext.collectors import RingCollector
@@ -79,7 +80,8 @@ def _rates(task: Task, alive: contextlib.ExitStack) -> Comparison:
     bare.collect(10 * task.streams)
     rows = bare.rows_in(SECONDS)
     extra: dict[str, Any] = {"rows": rows, "env_threads": ENV_THREADS}
-    make_env = functools.partial(EnvPoolEnv, task.name, num_envs=task.streams, num_threads=ENV_THREADS, seed=0)
+    options: dict[str, Any] = {"num_envs": task.streams, "num_threads": ENV_THREADS, "seed": 0}
+    make_env = functools.partial(EnvPoolEnv, task.name, **options)
     ours = alive.enter_context(contextlib.closing(_Ring(task, make_env, extra)))
     peer, missing = None, None
     try:
@@ -90,6 +92,15 @@ def _rates(task: Task, alive: contextlib.ExitStack) -> Comparison:
         peer = Candidate(_metered(theirs.collect, rows, extra, "peer_rows_s"))
     except PeerUnavailableError as error:
         missing = str(error)
+    others = {}
+    with contextlib.suppress(PeerUnavailableError):
+        ringed = motrixlab_collector.RingedCollector(
+            {"task_id": task.name, **options}, _network(task), slots=REPLAY_SLOTS, drain_every=DRAIN_EVERY_S
+        )
+        alive.callback(ringed.close)
+        others[motrixlab.name("Collector, drained by its Learner")] = Candidate(
+            _metered(ringed.collect, rows, extra, "motrixlab_rows_s")
+        )
     return Comparison(
         config=f"{task.name}, {task.streams} streams",
         ours=Candidate(_metered(ours.collect, rows, extra, "ours_rows_s")),
@@ -98,6 +109,7 @@ def _rates(task: Task, alive: contextlib.ExitStack) -> Comparison:
         peer_name=torchrl_collector.name(),
         peer=peer,
         peer_missing=missing,
+        others=others,
         extra=extra,
     )
 
