@@ -130,7 +130,7 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
 def _last_measures(path: Path) -> dict[str, float]:
     """Returns what the run wrote down last of its learner's and its workers' time."""
     lines = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
-    told = [line for line in lines if "learner/busy_share" in line]
+    told = [line for line in lines if "learner/update_ms" in line]  # one between two updates has no time of any
     names = ("_ms", "_share", "ring_fill", "policy_lag_updates", "train_ratio")
     return {name: round(value, 4) for name, value in (told or [{}])[-1].items() if name.endswith(names)}
 

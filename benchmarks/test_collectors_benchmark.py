@@ -18,5 +18,5 @@ WORKLOADS = tuple(
 @pytest.mark.parametrize("workload", WORKLOADS, ids=str)
 def test_collectors(compare, workload, candidate):
     """As many rows as a bare loop makes in ``COLLECTOR_SECONDS``."""
-    pytest.importorskip("envpool", reason="EnvPool comes with the extra 'sota' and needs Python 3.11.")
+    pytest.importorskip("envpool", reason="EnvPool comes with the extra 'sota' and needs Python 3.11 or newer.")
     compare(workload, candidate)

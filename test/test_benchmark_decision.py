@@ -248,6 +248,25 @@ class TestWorkflows:
         pinned = r"actions/[a-z-]+@v\d+|docker://rhysd/actionlint:\d+\.\d+\.\d+"
         assert not [use for use in used if not re.fullmatch(pinned, use)]
 
+    def test_no_token_is_left_in_the_folder_where_code_runs(self, workflow):
+        _, loaded = workflow
+        steps = [step for job in loaded["jobs"].values() for step in job["steps"]]
+        checkouts = [step for step in steps if "checkout" in step.get("uses", "")]
+        assert all(step.get("with", {}).get("persist-credentials") is False for step in checkouts)
+
+    def test_the_merge_queue_hears_of_what_a_pull_request_must_pass(self, workflow):
+        name, loaded = workflow
+        # Without it a queue waits for results that never come; benchmarks are no part of what is asked there.
+        assert ("merge_group" in loaded["on"]) == (name in ("lint", "tests"))
+        assert not decision.decide("merge_group", {"action": "checks_requested"}).run
+
+    def test_a_full_suite_that_waits_does_not_give_way_to_a_short_one(self):
+        yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'sota'.")
+        loaded = yaml.safe_load((ROOT / ".github" / "workflows" / "benchmarks.yml").read_text(encoding="utf-8"))
+        # GitHub keeps one waiting run of a group: the newest. The night has no input and measures everything.
+        assert loaded["concurrency"]["group"].endswith("${{ inputs.suite || 'full' }}")
+        assert "cancel-in-progress" not in loaded["concurrency"]
+
     def test_every_job_has_a_time_limit(self, workflow):
         _, loaded = workflow
         assert all("timeout-minutes" in job for job in loaded["jobs"].values())

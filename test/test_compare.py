@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -455,11 +456,52 @@ class TestCollectorRate:
                 assert collector._control.collector_steps == wanted
             assert collector._drain() == 0
 
+    def test_motrixlabs_worker_ends_with_the_process_that_started_it(self, tmp_path):
+        pytest.importorskip("envpool")
+        pytest.importorskip("motrix_rl_builtin")
+        script = tmp_path / "start.py"
+        script.write_text(
+            "import sys, time, torch\n"
+            f"sys.path.insert(0, {str(ROOT)!r})\n"
+            "from benchmarks.peers.motrixlab_collector import RingedCollector\n"
+            "if __name__ == '__main__':\n"
+            "    options = {'task_id': 'Pendulum-v1', 'num_envs': 4, 'num_threads': 1, 'seed': 0}\n"
+            "    collector = RingedCollector(options, torch.nn.Linear(3, 1), slots=64, drain_every=1e-3)\n"
+            "    print(collector._worker.pid, flush=True)\n"
+            "    time.sleep(60)\n"
+        )
+        with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+            worker = Path(f"/proc/{int(process.stdout.readline())}/cmdline")
+            assert worker.read_bytes()
+            process.kill()
+        deadline = time.monotonic() + 30
+        # Nothing is left there of what ended and nobody waited for.
+        while worker.exists() and worker.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def test_motrixlabs_worker_ends_when_the_wait_for_it_fails(self, monkeypatch):
+        pytest.importorskip("envpool")
+        pytest.importorskip("motrix_rl_builtin")
+        from benchmarks.peers import motrixlab_collector
+
+        monkeypatch.setattr(motrixlab_collector, "DEADLINE_S", -1.0)
+        before = set(multiprocessing.active_children())
+        with pytest.raises(TimeoutError, match="RingedCollector: the worker must be done"):
+            motrixlab_collector.RingedCollector(
+                {"task_id": "Pendulum-v1", "num_envs": 4, "num_threads": 1, "seed": 0},
+                torch.nn.Linear(3, 1),
+                slots=64,
+                drain_every=1e-3,
+            )
+        assert set(multiprocessing.active_children()) <= before
+
     def test_without_envpool_it_is_one_sentence(self, monkeypatch, capsys, restore_threads):
         monkeypatch.setitem(sys.modules, "envpool", None)
         assert compare.main(["collector_rate", "--rounds", "1"]) == 2
         assert capsys.readouterr().err == (
-            "compare.py: collector_rate needs EnvPool, which comes with the extra 'sota' and needs Python 3.11.\n"
+            "compare.py: collector_rate needs EnvPool, which comes with the extra 'sota' and needs Python 3.11 or "
+            "newer.\n"
         )
 
     def test_it_is_not_measured_on_a_gpu(self):

@@ -248,6 +248,17 @@ class TestLinks:
         local = [a or b for a, b in targets if not re.match(r"[a-z]+:|#", a or b)]
         assert [link for link in local if not (path.parent / link.split("#")[0]).exists()] == []
 
+    @pytest.mark.parametrize("path", TEXTS, ids=_name)
+    def test_anchors_of_markdown_are_headings(self, path):
+        missing = []
+        for link in re.findall(r"\]\(([^)\s:]*#[^)\s]+)\)", path.read_text()):
+            file, anchor = link.split("#")
+            target = path.parent / file if file else path
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            known = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            missing += [link] if anchor not in known else []
+        assert missing == []
+
     @pytest.mark.parametrize("path", PAGES, ids=_name)
     def test_links_of_pages_lead_to_files(self, path):
         text = path.read_text()

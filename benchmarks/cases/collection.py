@@ -68,7 +68,7 @@ def collector_rate(device: torch.device, sizes: Sequence[ReplaySizes]) -> Iterat
     try:
         import envpool  # noqa: F401
     except ImportError as error:
-        needs = "collector_rate needs EnvPool, which comes with the extra 'sota' and needs Python 3.11."
+        needs = "collector_rate needs EnvPool, which comes with the extra 'sota' and needs Python 3.11 or newer."
         raise ValueError(needs) from error
     for task in TASKS:
         with contextlib.ExitStack() as alive:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -102,7 +103,7 @@ class EnvFactories:
 
     Raises:
         ValueError: for no worker, more workers than streams, or factories that do not match.
-        TypeError: for what is not a function, as an environment or its name.
+        TypeError: for what is not a function, as an environment or its name, or does not take ``num_envs``.
     """
 
     def __init__(
@@ -133,6 +134,11 @@ class EnvFactories:
                 raise ValueError(
                     f"RingCollector: num_streams must be at least num_workers={count} and come with one factory, got "
                     f"{num_streams} with {given}. Nothing was started."
+                )
+            if not _takes_num_envs(one):
+                raise TypeError(
+                    f"RingCollector: create_env_fn must take num_envs=, which num_streams={num_streams} is split into, "
+                    f"got {one!r}. Nothing was started; leave num_streams out where it makes all of its streams itself."
                 )
             self.columns = split_evenly(num_streams, count)
             self.factories = [partial(one, num_envs=block.stop - block.start) for block in self.columns]
@@ -207,3 +213,13 @@ def split_evenly(total: int, parts: int) -> list[slice]:
     for part in range(parts):
         bounds.append(bounds[-1] + share + (part < more))
     return [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _takes_num_envs(factory: Callable[..., EnvBase]) -> bool:
+    try:
+        inspect.signature(factory).bind(num_envs=1)
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C nothing is known
+        return True
+    return True
