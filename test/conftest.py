@@ -47,8 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.fixture(autouse=True)
-def fixed_seeds() -> None:
+def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fixed_seeds_of_fixtures() -> None:
+    """Those of a module are made before those of its tests, whatever the files before it drew."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    _seed()

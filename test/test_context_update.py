@@ -146,7 +146,7 @@ class TestThePatch:
         sample = buffer.sample()
         state = sample["clock"][:, :-1].float().repeat(1, 1, 2)
         index, generation, patch = replay_context_update(sample, state, -state)
-        result = buffer.submit_update_if_present(index=index, generation=generation, patch=patch).result(timeout=10)
+        result = buffer.submit_update_if_present(index=index, generation=generation, patch=patch).result(timeout=60)
         assert result.updated.all()
         slot, stream = index.unbind(-1)
         stored = storage["state"][slot, stream, 0]

@@ -77,7 +77,7 @@ class TestFacts:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
         )
         written = json.loads(run.stdout)
         names = [fact["name"] for fact in written["facts"]]
@@ -167,11 +167,11 @@ class TestProbe:
 
     def test_probe_that_hangs_is_killed_with_its_children(self, monkeypatch):
         monkeypatch.setattr(doctor, "_IPC_SECONDS", 1.0)
-        code = "import subprocess; subprocess.run(['sleep', '60'])"
+        code = "import subprocess; subprocess.run(['sleep', '600'])"
         began = time.monotonic()
         fact = self.probe(monkeypatch, code)
         assert fact.status == "NOTE" and re.match(r"no answer within 1 s", fact.text)
-        assert time.monotonic() - began < 30.0
+        assert time.monotonic() - began < 120.0
 
     def test_ctrl_c_ends_the_probe_with_its_children(self, monkeypatch):
         started, communicate = [], subprocess.Popen.communicate
@@ -184,13 +184,13 @@ class TestProbe:
 
         monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
         code = (
-            "import os, subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, file=sys.stderr)"
+            "import os, subprocess, sys; child = subprocess.Popen(['sleep', '600']); print(child.pid, file=sys.stderr)"
         )
         with pytest.raises(KeyboardInterrupt):
             self.probe(monkeypatch, f"{code}; sys.stderr.flush(); child.wait()")
         ((process, child),) = started
-        assert process.wait(timeout=10.0) == -signal.SIGKILL
-        end = time.monotonic() + 10.0
+        assert process.wait(timeout=60.0) == -signal.SIGKILL
+        end = time.monotonic() + 60.0
         while time.monotonic() < end and alive(child):
             time.sleep(0.01)
         assert not alive(child)

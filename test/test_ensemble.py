@@ -821,7 +821,7 @@ class TestSample:
             sample = ensemble.sample(24)
             assert torch.equal(owners(sample), sample["index", "buffer_ids"])
         stop.set()
-        writer.join(timeout=10.0)
+        writer.join(timeout=60.0)
         assert not writer.is_alive() and not failed
 
     def test_share_that_holds_no_whole_window_is_refused(self):
@@ -1066,7 +1066,7 @@ class TestUpdate:
         sample = ensemble.sample(64)
         future = ensemble.submit_update_if_present(**handles_of(sample), patch={"latent": torch.ones(2, 32, 2)})
         assert ensemble.sample(64)["latent"].all()
-        assert future.result(timeout=10).stale_count == 0
+        assert future.result(timeout=60).stale_count == 0
         ensemble.shutdown()
 
     def test_update_submitted_to_a_member_is_seen_by_the_next_sample(self):
@@ -1102,7 +1102,7 @@ class TestSubmit:
             handles["index"]["index"].fill_(0)
             handles["index"]["buffer_ids"].fill_(0)
             handles["generation"].fill_(-1)
-        assert future.result(timeout=10).updated.all()
+        assert future.result(timeout=60).updated.all()
         assert stored(members[1], "latent").tolist() == [[7.0, 7.0]] * 4
         assert stored(members[0], "latent").count_nonzero() == 0
 
@@ -1114,7 +1114,7 @@ class TestSubmit:
             ensemble.submit_update_if_present(**self.handles(), patch={"latent": torch.full((4, 2), float(k))})
             for k in range(20)
         ]
-        assert all(future.result(timeout=10).updated.all() for future in futures)
+        assert all(future.result(timeout=60).updated.all() for future in futures)
         assert stored(members[1], "latent").tolist() == [[19.0, 19.0]] * 4
         stats = ensemble.stats()
         assert (stats["updates_applied"], stats["updates_pending"]) == (80, 0)
@@ -1138,10 +1138,10 @@ class TestSubmit:
         monkeypatch.setattr(members[1], "update_if_present", lambda **_: (_ for _ in ()).throw(MemoryError("boom")))
         failed = ensemble.submit_update_if_present(**self.handles(), patch={"latent": torch.ones(4, 2)})
         with pytest.raises(MemoryError, match="boom"):
-            failed.result(timeout=10)
+            failed.result(timeout=60)
         monkeypatch.setattr(members[1], "update_if_present", kept)
         later = ensemble.submit_update_if_present(**self.handles(), patch={"latent": torch.ones(4, 2)})
-        assert later.result(timeout=10).updated.all()
+        assert later.result(timeout=60).updated.all()
         assert ensemble.sample().numel() == 6
 
 

@@ -42,7 +42,7 @@ def run_python(code: str, **env: str) -> str:
         env={**os.environ, "RL_WARNINGS": "0", **env},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

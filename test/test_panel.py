@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -33,7 +34,7 @@ from torchrl_ext.record.spectrum import STYLES, SpectrumPlan, draw_bars, draw_sp
 rich_console, rich_cells = pytest.importorskip("rich.console"), pytest.importorskip("rich.cells")
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE = 10.0
+DEADLINE = 60.0
 GIB = 2**30
 SIZES = [(1, 1), (10, 3), (40, 10), (80, 23), (81, 24), (160, 49), (300, 80)]
 OVERVIEW, TIMING, SYSTEM, LEARNING = 1, 2, 3, 4
@@ -383,17 +384,24 @@ class TestPlainLines:
     """Contract: without a terminal one plain line an interval while the counters move, and the last state; no escape
     byte, no thread left."""
 
-    def run(self, stream, *, seconds: float = 0.0, print_every: float = 5.0, moving: bool = True) -> None:
+    def run(
+        self, stream, *, seconds: float = 0.0, lines: int = 0, print_every: float = 5.0, moving: bool = True
+    ) -> float:
+        """Trains for so long and until so many lines are there; returns the seconds from the start to the last line."""
+        started = time.monotonic()
         panel = Panel(title="run", total_frames=1000, time_budget=None, print_every=print_every, stream=stream)
         with panel:
             panel.say("a \x1b[31mred\x1b[0m line")
-            until, frames = time.monotonic() + seconds, 0
+            frames = 0
             while True:
                 panel.update(frames=frames, updates=frames // 2, seconds=float(frames), metrics={}, note="n\x1bote")
                 frames += 10 if moving else 0
-                if time.monotonic() >= until:
+                took = time.monotonic() - started
+                if took >= seconds and stream.getvalue().count("\n") >= lines:
                     break
+                assert took < DEADLINE
                 time.sleep(0.002)
+        return time.monotonic() - started
 
     def test_a_run_without_an_end_needs_no_more_than_a_title(self):
         stream = io.StringIO()
@@ -404,11 +412,11 @@ class TestPlainLines:
     def test_one_line_an_interval_and_no_escape_byte(self):
         """case 62"""
         stream = io.StringIO()
-        self.run(stream, seconds=1.1, print_every=0.25)
+        took = self.run(stream, lines=6, print_every=0.2)
         said, *lines = stream.getvalue().splitlines()
         assert said == "a  [31mred [0m line"
         assert "\x1b" not in stream.getvalue()
-        assert 4 <= len(lines) <= 6  # at 0, 0.25, ..., 1.0 and the last one
+        assert 5 <= len(lines) <= 2 + took / 0.2  # at 0, 0.2, ..., and the last one
         pattern = r" *[\d.]+ %  [\d,]+ frames  [\d,]+ frames/s  [\d,]+ updates  [\d.,]+ updates/s  [\d:]+ elapsed  "
         assert all(re.fullmatch(pattern + r"[\d:?]+ left  n ote", line) for line in lines), lines
 
@@ -435,7 +443,7 @@ class TestPlainLines:
         assert board.state(52.0, OVERVIEW).metrics["utd/measured"] == pytest.approx(0.05)
 
     def test_stop_may_be_called_twice_and_leaves_no_thread(self):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         panel = Panel(title="run", total_frames=1, time_budget=None, stream=io.StringIO())
         panel.start()
         panel.stop()
@@ -443,7 +451,7 @@ class TestPlainLines:
         panel.update(frames=1, updates=1, seconds=1.0, metrics={})
         panel.say("after")
         assert panel._painter._stream.getvalue() == "after\n"
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
     def test_closed_stream_does_not_end_the_run(self):
         stream = io.StringIO()
@@ -484,17 +492,34 @@ class FakeTerminal:
         self.closed += 1
 
 
-def paint(terminal, *, sampler=None, view: int = SYSTEM, seconds: float = 0.3, stream=None) -> None:
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {DEADLINE} s"
+        time.sleep(0.002)
+
+
+def shows(terminal: FakeTerminal, text: str) -> bool:
+    return any(text in line for frame in terminal.frames[-1:] for line in frame)
+
+
+def paint(terminal, *, sampler=None, until=None, stream=None) -> None:
+    """Draws until a condition holds; without one for a while."""
     board = PanelBoard("run", 100, None, "blocks")
     board.counts = (50, 5, 1.0, "")
     painter = PanelPainter(
         board, stream or io.StringIO(), terminal=terminal, sampler=sampler, print_every=60.0, draw_every=0.02
     )
-    painter._view = view
+    painter._view = SYSTEM
     painter.start()
-    painter.say("hello")
-    time.sleep(seconds)
-    painter.stop()
+    try:
+        painter.say("hello")
+        if until is None:
+            time.sleep(0.3)
+        else:
+            wait_until(until, "what was to be drawn")
+    finally:
+        painter.stop()
 
 
 class TestPainter:
@@ -504,7 +529,14 @@ class TestPainter:
         """case 64"""
         samples = iter([machine(range(4), load=[0.0] * 4)])
         terminal = FakeTerminal()
-        paint(terminal, sampler=lambda: next(samples, machine(range(4), load=[0.5] * 4)), seconds=0.5)
+
+        def sampler():
+            if (first := next(samples, None)) is not None:
+                return first
+            wait_until(lambda: len(terminal.frames) > 1, "two frames without a measured load")
+            return machine(range(4), load=[0.5] * 4)
+
+        paint(terminal, sampler=sampler, until=lambda: shows(terminal, "50 % mean"))
         shown = ["\n".join(frame) for frame in terminal.frames]
         assert "measuring" in shown[1] and "50 % mean" in shown[-1]
         assert not [frame for frame in shown if " 0 % mean" in frame]
@@ -512,23 +544,30 @@ class TestPainter:
     def test_every_frame_has_the_same_height(self):
         """case 62"""
         terminal = FakeTerminal()
-        paint(terminal, sampler=machine)
-        assert len(terminal.frames) > 3 and {len(frame) for frame in terminal.frames} == {23}
+        paint(terminal, sampler=machine, until=lambda: len(terminal.frames) > 3)
+        assert {len(frame) for frame in terminal.frames} == {23}
 
     def test_faulty_sampler_is_shown_and_nothing_else_happens(self):
         def sampler():
             raise RuntimeError("driver lost")
 
         terminal = FakeTerminal()
-        paint(terminal, sampler=sampler)
+        paint(terminal, sampler=sampler, until=lambda: shows(terminal, "driver lost"))
         assert "driver lost" in "\n".join(terminal.frames[-1])
 
     def test_hanging_sampler_keeps_nobody(self):
-        release = threading.Event()
-        terminal, started = FakeTerminal(), time.monotonic()
-        paint(terminal, sampler=lambda: release.wait(DEADLINE) and machine())
-        assert time.monotonic() - started < 2.0 and len(terminal.frames) > 3
-        release.set()
+        release, returned, terminal = threading.Event(), threading.Event(), FakeTerminal()
+
+        def sampler():
+            release.wait(10 * DEADLINE)
+            returned.set()
+            return machine()
+
+        try:
+            paint(terminal, sampler=sampler, until=lambda: len(terminal.frames) > 3)
+            assert not returned.is_set()
+        finally:
+            release.set()
 
     def test_terminal_that_is_gone_leaves_plain_lines(self):
         terminal, stream = FakeTerminal(OSError("gone")), io.StringIO()
@@ -546,17 +585,15 @@ class TestPainter:
                 raise RuntimeError("can't start new thread")
             start(thread)
 
-        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        gc.collect()  # what earlier tests dropped is not counted
+        threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
         panel = Panel(title="run", total_frames=1, time_budget=None, stream=io.StringIO(), sampler=machine)
         monkeypatch.setattr(panel, "_terminal", lambda: terminal)
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             panel.start()
-        assert terminal.closed == 1 and len(os.listdir("/proc/self/fd")) == descriptors
-        end = time.monotonic() + DEADLINE
-        while threading.active_count() > threads and time.monotonic() < end:
-            time.sleep(0.01)
-        assert threading.active_count() == threads
+        assert terminal.closed == 1 and len(os.listdir("/proc/self/fd")) <= descriptors
+        wait_until(lambda: set(threading.enumerate()) <= threads, "the end of every thread")
         panel.stop()
 
     def test_background_job_draws_nothing(self):

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _load import slowness
 
 pytest.importorskip("rich")
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE = 15.0
+DEADLINE = 60.0
 
 #: Before each program: the panel without torch, which takes seconds to import.
 PROLOGUE = """
@@ -48,7 +49,7 @@ def machine():
 def make(**options):
     return Panel(**({"title": "run", "total_frames": 10**9, "time_budget": None, "sampler": machine} | options))
 
-def train(panel, seconds=60.0, each=lambda: None):
+def train(panel, seconds=600.0, each=lambda: None):
     started, frames = time.monotonic(), 0
     while time.monotonic() - started < seconds and not panel.should_quit:
         frames += 1
@@ -215,13 +216,15 @@ class TestKeys:
     however busy the training thread is."""
 
     def test_views_are_answered_within_100_ms_and_q_stops(self):
-        with session("with make(refresh_per_second=0.5) as panel: train(panel)") as running:
+        tick = 20.0  # whoever waited for the next frame would be answered after half of it
+        with session(f"with make(refresh_per_second={1 / tick}) as panel: train(panel)") as running:
             running.shows("[1 Overview]")
             delays = []
             for key, view in [("3", "System"), ("2", "Timing"), ("4", "Learning"), ("1", "Overview"), ("3", "System")]:
                 running.press(key)
                 delays.append(running.shows(f"[{key} {view}]"))
-            assert sorted(delays)[2] < 0.1, delays  # the median: the machine is shared
+            # The median: the machine is shared, and 100 ms are those of one where a core is free.
+            assert sorted(delays)[2] < min(0.1 * slowness(), tick / 8), delays
             running.press("q")
             running.shows("stopping after this step")
             assert running.end() == 0
@@ -253,6 +256,7 @@ class TestFrames:
 
     def test_output_of_workers_goes_to_the_file_and_not_into_the_frame(self, tmp_path):
         """case 62"""
+        written = tmp_path / "written"
         program = f"""
         from pathlib import Path
         with make(output=Path({str(tmp_path / "output.log")!r}), refresh_per_second=20) as panel:
@@ -263,17 +267,18 @@ class TestFrames:
                 print("from the trainer", flush=True)
                 time.sleep(0.01)
                 if worker.poll() is not None:
-                    panel._board.should_quit = True
-            train(panel, 60.0, each)
+                    Path({str(written)!r}).touch()
+            train(panel, each=each)
         print("after the panel", flush=True)
         """
         with session(program) as running:
             running.shows("[1 Overview]")
             running.press("3")
             running.shows("Device-7")
+            running.until(lambda screen: written.exists() and len(screen.frames) > 5, "the end of the worker")
+            running.press("q")
             assert running.end() == 0
             frames = running.screen.frames
-            assert len(frames) > 5
             assert {len(frame) for frame in frames} == {24}
             assert {tuple(map(len, frame)) for frame in frames} == {(80,) * 23 + (0,)}
             everything = "\n".join(sum(frames, []) + running.screen.scrolled)
@@ -314,9 +319,14 @@ class TestFrames:
             for columns, lines in ((120, 40), (60, 12), (160, 50)):
                 running.watch(0.05)
                 running.resize(columns, lines)
-                # One of the old size may be on its way.
-                running.until(lambda screen: len(screen.frames) >= 3, "frames after a change of size")
-                assert [len(row) for row in running.screen.frames[-1]] == [columns] * (lines - 1) + [0]
+                wanted = [columns] * (lines - 1) + [0]
+
+                def sizes(wanted=wanted) -> list[bool]:
+                    return [[len(row) for row in frame] == wanted for frame in running.screen.frames]
+
+                # Some of the old size may be on their way.
+                running.until(lambda _: sizes().count(True) > 2, f"frames of the new size {columns} x {lines}")
+                assert all(sizes()[sizes().index(True) :]), "a frame of the old size after one of the new size"
             running.press("q")
             assert running.end() == 0
 
@@ -405,11 +415,12 @@ class TestLeaving:
             if os.fork() == 0:
                 sys.exit(0)
             os.wait()
+            panel.say("the copy has ended")
             train(panel)
         """
         with session(program) as running:
             running.shows("[1 Overview]")
-            running.watch(0.5)
+            running.until(lambda screen: "the copy has ended" in "".join(screen.scrolled), "the end of the copy")
             assert not running.looks_restored()
             running.press("2")
             running.shows("[2 Timing]")
@@ -438,9 +449,17 @@ class TestLeaving:
 def test_piped_output_has_no_escape_byte():
     """case 62"""
     program = """
+    lines, write, started = [], sys.stdout.write, time.monotonic()
+    def counted(text):
+        lines.append(text)
+        return write(text)
+    sys.stdout.write = counted
+    def enough():
+        panel._board.should_quit = len(lines) > 5
     with make(print_every=0.1) as panel:
         panel.say("begins")
-        train(panel, 0.5)
+        train(panel, each=enough)
+    sys.stderr.write(str(time.monotonic() - started))
     """
     result = subprocess.run(
         [sys.executable, "-c", PROLOGUE + textwrap.dedent(program)],
@@ -452,5 +471,5 @@ def test_piped_output_has_no_escape_byte():
     assert result.returncode == 0, result.stderr
     assert b"\x1b" not in result.stdout + result.stderr
     lines = result.stdout.decode().splitlines()
-    assert lines[0] == "begins" and 5 <= len(lines) - 1 <= 7
+    assert lines[0] == "begins" and 5 <= len(lines) - 1 <= 2 + float(result.stderr) / 0.1
     assert all("frames/s" in line for line in lines[1:])

@@ -31,7 +31,7 @@ from torchrl_ext.data._block import HEAD, NEWEST, RESERVED, UNKNOWN
 from torchrl_ext.data.draws import sampleable_counts
 from torchrl_ext.data.positions import snapshot, undisturbed
 
-STREAMS, CAPACITY, DEADLINE = 4, 16, 60.0
+STREAMS, CAPACITY, DEADLINE = 4, 16, 120.0
 
 
 def run(first: int, num_steps: int) -> TensorDict:

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from _load import slowness
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -36,16 +38,21 @@ from torchrl_ext.weight_update import SeqlockWeightSyncScheme
 # Environments and policies travel by value: workers need not import this module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = pytest.mark.timeout(60)
+#: Seconds against hanging.
+DEADLINE = 120.0
 RING_SLOTS = 16
 
 
 class Told(CountingEnv):
-    """Tells in each observation the seed it was given and whether it was a static one."""
+    """Tells in each observation the seed it was given and whether it was a static one.
 
-    def __init__(self, num_streams: int, *, seeding: float = 0.0, pace: float = 0.0, **options: Any) -> None:
+    With a folder as gate, a step waits until there is a file of its number, or one of the name "all"; seeds from 1000
+    on wait for one of the name "seed", and the last thing that seeding does is to make one of its own name.
+    """
+
+    def __init__(self, num_streams: int, *, gate: Path | None = None, **options: Any) -> None:
         super().__init__(num_streams, **options)
-        self._told, self._seeding, self._pace = (-1, 0), seeding, pace
+        self._told, self._gate, self._steps = (-1, 0), gate, 0
         spec = self.observation_spec.clone()
         spec["told"] = Unbounded((num_streams, 2), dtype=torch.int64)
         self.observation_spec = spec
@@ -54,12 +61,20 @@ class Told(CountingEnv):
         out = super()._observe(identity, flags)
         return out.set("told", torch.tensor(self._told).expand(*self.batch_size, 2).clone())
 
+    def _wait_for(self, *names: str) -> None:
+        while self._gate is not None and not any((self._gate / name).exists() for name in names):
+            time.sleep(0.001)
+
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
-        time.sleep(self._pace)
+        self._steps += 1
+        self._wait_for(str(self._steps), "all")
         return super()._step(tensordict)
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
-        time.sleep(self._seeding if seed is not None and seed >= 1000 else 0.0)
+        if self._gate is not None and seed is not None and seed >= 1000:
+            self._wait_for("seed")
+            time.sleep(0.5)
+            (self._gate / f"seeded {seed}").touch()
         self._told = (-1 if seed is None else seed, int(static_seed))
         return seed
 
@@ -79,7 +94,7 @@ def five() -> TensorDictModule:
     return TensorDictModule(Five(), in_keys=["observation"], out_keys=["action"])
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
@@ -109,11 +124,19 @@ def steps_of(buffer: SlotReplayBuffer, first: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def replayed() -> Iterator[tuple[RingCollector, SlotReplayBuffer]]:
+def seeding(tmp_path_factory) -> Path:
+    """The gate of seeds from 1000 on, for steps an open one."""
+    folder = tmp_path_factory.mktemp("seeding")
+    (folder / "all").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replayed(seeding) -> Iterator[tuple[RingCollector, SlotReplayBuffer]]:
     """One worker of two streams that fills a replay and may be started anew."""
     buffer = SlotReplayBuffer(storage=SlotStorage(1 << 10, 2))
     collector = RingCollector(
-        lambda: Told(2, lengths=1000, seeding=1.0),
+        lambda: Told(2, lengths=1000, gate=seeding),
         frames_per_batch=2,
         replay_buffer=buffer,
         ring_slots=RING_SLOTS,
@@ -253,15 +276,15 @@ class TestSeeding:
         drain_to(collector, rows + 10)
         assert buffer.storage["told"][first : first + 5, 0, 0].tolist() == [90] * 5
 
-    def test_a_late_answer_is_not_taken_for_that_of_the_next_seed(self, replayed, monkeypatch):
+    def test_a_late_answer_is_not_taken_for_that_of_the_next_seed(self, replayed, seeding, monkeypatch):
         collector, _ = replayed
         wait = RingWorker.wait_for
         with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="that it has done 'seed'"):
             patch.setattr(RingWorker, "wait_for", lambda self, command, _: wait(self, command, 0.1))
-            collector.set_seed(1000)  # takes a second
-        begun = time.monotonic()
+            collector.set_seed(1000)  # waits at the gate
+        (seeding / "seed").touch()
         collector.set_seed(1001)
-        assert time.monotonic() - begun > 1.1, "set_seed returned before it was done"
+        assert (seeding / "seeded 1001").exists(), "set_seed returned before it was done"
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +338,7 @@ class TestCounters:
         ended = threading.Event()
 
         def watch() -> None:
-            if not ended.wait(10.0):
+            if not ended.wait(DEADLINE):
                 os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=watch, daemon=True).start()
@@ -346,38 +369,46 @@ class TestCounters:
         found = CountingEnv.identity(rows["observation"])
         assert found[..., 0].tolist() == [[0, 1]] * 9 and found[..., 2].tolist() == [[n % 5] * 2 for n in range(9)]
 
-    def test_rows_of_a_run_that_is_not_complete_are_not_in_the_state(self):
+    def test_rows_of_a_run_that_is_not_complete_are_not_in_the_state(self, tmp_path):
         collector = RingCollector(
-            [lambda: Told(1), lambda: Told(1, first_stream=1, pace=0.02)],
+            [lambda: Told(1), lambda: Told(1, first_stream=1, gate=tmp_path)],
             frames_per_batch=10,
             total_frames=200,
             batches="any",
         )
         try:
             rows = collector.next().numel()
-            for _ in range(2):
+            for step in (1, 2):
+                (tmp_path / str(step)).touch()
                 wait_until(lambda: collector.fill[1] > 0, "a step of the slow worker")
                 rows += collector.next().numel()
             state = collector.state_dict()
             assert (state["frames"], sum(state["steps"])) == (rows, rows)
+            (tmp_path / "all").touch()
             collector.load_state_dict(state)
             assert collector.state_dict()["steps"] == state["steps"]
             rows += sum(batch.numel() for batch in collector.iterator())
             assert rows == 200
         finally:
+            (tmp_path / "all").touch()
             collector.shutdown()
 
-    def test_a_state_is_the_same_after_a_shutdown(self):
+    def test_a_state_is_the_same_after_a_shutdown(self, tmp_path):
         collector = RingCollector(
-            [lambda: Told(1), lambda: Told(1, first_stream=1, pace=0.02)], five(), frames_per_batch=10, batches="any"
+            [lambda: Told(1), lambda: Told(1, first_stream=1, gate=tmp_path)],
+            five(),
+            frames_per_batch=10,
+            batches="any",
         )
         try:
             collector.next()
+            (tmp_path / "1").touch()
             wait_until(lambda: collector.fill[1] > 0, "a step of the slow worker")
             collector.next()
             state = collector.state_dict()
             assert state["frames"] == sum(state["steps"]) == 20 and set(state["versions"]) == {0, 1}
         finally:
+            (tmp_path / "all").touch()
             collector.shutdown()
         assert collector.state_dict() == state
 
@@ -404,22 +435,22 @@ class TestBackground:
 
         def hook(_: Any) -> None:
             entered.set()
-            goes_on.wait(30.0)
+            goes_on.wait(2 * DEADLINE)
 
         collector = RingCollector(
             lambda: Told(2),
             frames_per_batch=2,
             replay_buffer=SlotReplayBuffer(storage=SlotStorage(64, 2)),
             post_collect_hook=hook,
-            stall_timeout=20.0,
+            stall_timeout=DEADLINE,
         )
         pids = collector.pids
         try:
             collector.start()
-            assert entered.wait(20.0)
+            assert entered.wait(DEADLINE)
             begun = time.monotonic()
             collector.shutdown(timeout=0.5)
-            assert time.monotonic() - begun < 5.0
+            assert time.monotonic() - begun < 5.0 * slowness()
             assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
         finally:
             goes_on.set()

@@ -25,6 +25,7 @@ import cloudpickle
 import psutil
 import pytest
 import torch
+from _load import slowness
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Unbounded
 from torchrl.envs import EnvBase
@@ -39,8 +40,8 @@ from torchrl_ext.transport import RingPeerDied
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Seconds: for one test, for a death to be told, for processes to be gone.
-DEADLINE, SEEN_WITHIN, GONE_WITHIN = 60.0, 10.0, 10.0
+#: Seconds against hanging, for one test or fixture: some start six interpreters that import torch.
+DEADLINE = 240.0
 CYCLES = int(os.environ.get("RING_COLLECTOR_CYCLES", "3"))
 
 
@@ -69,14 +70,19 @@ def _deadline(request) -> Iterator[None]:
         yield
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def seen_within() -> float:
+    """Seconds for a death to be told and for processes to be gone: ten where a core is free."""
+    return 10.0 * slowness()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
         time.sleep(0.005)
 
 
-def drain_until(collector: RingCollector, rows: int, seconds: float = 30.0) -> int:
+def drain_until(collector: RingCollector, rows: int, seconds: float = DEADLINE) -> int:
     got, deadline = 0, time.monotonic() + seconds
     while got < rows:
         got += collector.drain()
@@ -112,7 +118,13 @@ def shared_files(pids: list[int]) -> set[str]:
 
 
 def descriptors(pid: int | str = "self") -> int:
+    if pid == "self":
+        gc.collect()  # what earlier tests dropped is not counted, whenever it would have been collected
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def family() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 class Told(CountingEnv):
@@ -202,15 +214,13 @@ class TestBoot:
                 raise LookupError("no such task over there")
             return CountingEnv(2)
 
-        gc.collect()
-        children, files = psutil.Process().children(recursive=True), descriptors()
+        children, files = family(), descriptors()
         with pytest.raises(error) as caught:
             RingCollector([lambda: CountingEnv(2), make], frames_per_batch=4)
         message = str(caught.value)
         assert all(text in message for text in texts), message
         del caught
-        gc.collect()
-        wait_until(lambda: psutil.Process().children(recursive=True) == children, "the end of the other worker")
+        wait_until(lambda: family() <= children, "the end of the other worker")
         assert descriptors() <= files
 
     def test_a_layout_that_differs_in_the_worker_is_told(self):
@@ -227,10 +237,10 @@ class TestBoot:
                 time.sleep(1000)
             return CountingEnv(2)
 
-        children, begun = psutil.Process().children(), time.monotonic()
+        children, begun = family(), time.monotonic()
         with pytest.raises(TimeoutError, match="collector-0.* must send that its environment and policy are ready"):
             RingCollector(make, frames_per_batch=4, boot_timeout=1.0)
-        assert time.monotonic() - begun < 1.0 + SEEN_WITHIN and psutil.Process().children() == children
+        assert time.monotonic() - begun < 1.0 + seen_within() and family() <= children
 
 
 class TestDeath:
@@ -251,7 +261,7 @@ class TestDeath:
         with pytest.raises(RingPeerDied) as caught:
             for batch in collectors[0]:
                 batches.append(batch)
-        assert time.monotonic() - at[0] < SEEN_WITHIN
+        assert time.monotonic() - at[0] < seen_within()
         message = str(caught.value)
         assert all(text in message for text in ("collector-1", f"pid {pids[1]}", "SIGKILL", "-9", "last words")), (
             message
@@ -275,12 +285,9 @@ class TestDeath:
         pids = collector.pids
         os.kill(pids[0], signal.SIGKILL)
         begun = time.monotonic()
-        with (
-            within(SEEN_WITHIN, "drain of a killed worker"),
-            pytest.raises(RingPeerDied, match=r"collector-0.*SIGKILL"),
-        ):
+        with pytest.raises(RingPeerDied, match=r"collector-0.*SIGKILL"):
             drain_for_ever(collector)
-        assert time.monotonic() - begun < SEEN_WITHIN
+        assert time.monotonic() - begun < seen_within()
         collector.shutdown()
         wait_until(lambda: gone(pids), "the end of the workers")
         assert len(buffer) == 20
@@ -308,28 +315,28 @@ class TestDeath:
         collector = collectors[0]
         collector._go()
         wait_until(lambda: gone(collector.pids), "the death of the worker")
-        with (
-            within(SEEN_WITHIN, "iteration after the death"),
-            pytest.raises(RingPeerDied, match=r"collector-0.*SIGKILL"),
-        ):
+        begun = time.monotonic()
+        with pytest.raises(RingPeerDied, match=r"collector-0.*SIGKILL"):
             for _ in collector:
                 pass
+        assert time.monotonic() - begun < seen_within()
 
     def test_a_stopped_worker_is_told_after_stall_timeout(self, collectors):
+        stall = 6.0  # a worker that gets no core for a while must not be taken for the stopped one
         collectors.append(
             RingCollector(
-                [lambda: CountingEnv(2), lambda: CountingEnv(2)], frames_per_batch=8, ring_slots=8, stall_timeout=2.0
+                [lambda: CountingEnv(2), lambda: CountingEnv(2)], frames_per_batch=8, ring_slots=8, stall_timeout=stall
             )
         )
         collector = collectors[0]
         assert collector.next() is not None
         pids = collector.pids
-        os.kill(pids[1], signal.SIGSTOP)
         begun = time.monotonic()
-        with pytest.raises(TimeoutError, match=rf"collector-1 \(pid {pids[1]}\) .*stall_timeout=2.0 s"):
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=rf"collector-1 \(pid {pids[1]}\) .*stall_timeout={stall} s"):
             for _ in collector:
                 pass
-        assert 1.0 < time.monotonic() - begun < 2.0 + SEEN_WITHIN
+        assert 1.0 < time.monotonic() - begun < stall + seen_within()
         wait_until(lambda: gone(pids), "the end of a stopped worker")
 
     @pytest.mark.parametrize("how", ["iteration", "drain", "start"])
@@ -340,7 +347,7 @@ class TestDeath:
         collectors.append(collector)
         pids = collector.pids
         begun = time.monotonic()
-        with within(SEEN_WITHIN + 5.0, how), pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError) as caught:
             if how == "iteration":
                 for _ in collector:
                     pass
@@ -350,7 +357,7 @@ class TestDeath:
                 wait_until(lambda: gone(pids), "the end of the worker")
                 wait_until(lambda: collector._background.error is not None, "the error in the background")
             drain_for_ever(collector)
-        assert time.monotonic() - begun < SEEN_WITHIN
+        assert time.monotonic() - begun < seen_within()
         message = str(caught.value)
         assert all(text in message for text in ("collector-0", "ValueError", "boom at 7", "_step")), message
         if buffer is not None:
@@ -571,9 +578,19 @@ def line_of(process: subprocess.Popen) -> str:
     return line.strip()
 
 
-def ctrl_c_within() -> float:
-    """Seconds: five where a core is free. torch and TorchRL take one of them to leave an interpreter, alone."""
-    return 5.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+def ctrl_c_within(imported: float) -> float:
+    """Seconds: five where a core is free. torch and TorchRL take one of them to leave an interpreter, alone.
+
+    They take four to be imported there: a machine where this script's import took longer is slower by as much.
+    """
+    return 5.0 * max(slowness(), imported / 5.0)
+
+
+def end_of(process: subprocess.Popen) -> float:
+    """Waits for the end of a script; returns the seconds that it took."""
+    begun = time.monotonic()
+    process.wait(DEADLINE)
+    return time.monotonic() - begun
 
 
 def workers_of(process: subprocess.Popen) -> list[int]:
@@ -589,26 +606,35 @@ class TestScripts:
         ids=["killed", "ctrl-c", "ctrl-c in drain"],
     )
     def test_workers_end_with_the_script(self, mode, end):
+        begun = time.monotonic()
         with script(mode) as process:
-            assert [line_of(process) for _ in range(3)] == ["boot", "ready", "6.0"]
+            assert line_of(process) == "boot"
+            imported = time.monotonic() - begun
+            assert [line_of(process) for _ in range(2)] == ["ready", "6.0"]
             workers = workers_of(process)
             assert len(workers) == 2 + (mode == "drain")  # the resource tracker of a replay's lock
             files = shared_files([process.pid, *workers])
             process.send_signal(end)
-            process.wait(ctrl_c_within())
-            wait_until(lambda: gone(workers), "the end of the workers", GONE_WITHIN)
+            assert end_of(process) < ctrl_c_within(imported)
+            ended = time.monotonic()
+            wait_until(lambda: gone(workers), "the end of the workers")
+            assert time.monotonic() - ended < seen_within()
             assert process.stderr is not None
             assert end == signal.SIGKILL or "KeyboardInterrupt" in process.stderr.read()
         assert not [name for name in files if os.path.exists(name)]
 
     def test_ctrl_c_while_workers_start_ends_them(self):
+        begun = time.monotonic()
         with script("iterate") as process:
             assert line_of(process) == "boot"
+            imported = time.monotonic() - begun
             wait_until(lambda: len(workers_of(process)) == 2, "the start of the workers")
             workers = workers_of(process)
             process.send_signal(signal.SIGINT)
-            process.wait(ctrl_c_within())
-            wait_until(lambda: gone(workers), "the end of the workers", GONE_WITHIN)
+            assert end_of(process) < ctrl_c_within(imported)
+            ended = time.monotonic()
+            wait_until(lambda: gone(workers), "the end of the workers")
+            assert time.monotonic() - ended < seen_within()
 
     # ---------------------------------------------------------------------- what stays
 
@@ -623,9 +649,8 @@ class TestScripts:
             finally:
                 os._exit(0)
         os.waitpid(copy, 0)
-        with within(SEEN_WITHIN, "batches after the end of the copy"):
-            for _ in range(100):
-                assert collector.next().shape == (2, 2)
+        for _ in range(100):
+            assert collector.next().shape == (2, 2)
 
 
 class TestResources:
@@ -634,7 +659,8 @@ class TestResources:
     def test_descriptors_stay_flat_over_two_thousand_batches(self, collectors):
         """case 37"""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # the worker inherits it
+        # The worker inherits it; it has less than this process, whose earlier tests may have left many open.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 200, hard))
         try:
             collectors.append(RingCollector(lambda: CountingEnv(2), frames_per_batch=2, total_frames=4000))
             collector, counts = collectors[0], []
@@ -644,18 +670,20 @@ class TestResources:
                     counts.append((descriptors(), descriptors(collector.pids[0])))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert number == 1999 and counts[0] == counts[1]
+        assert number == 1999
+        assert all(now <= then for now, then in zip(counts[1], counts[0], strict=True)), counts
 
     def test_starts_and_stops_leave_nothing(self):
         kept = make_buffer(2)  # has Python start what looks after locks
-        threads = threading.active_count()
+        threads, children = set(threading.enumerate()), family()
 
-        def held() -> tuple[Any, ...]:
-            gc.collect()
-            children = psutil.Process().children(recursive=True)
-            return descriptors(), psutil.Process().num_threads(), children
+        def held() -> tuple[int, int]:
+            return descriptors(), psutil.Process().num_threads()
 
-        counts, families, files = [], [], shared_files([os.getpid()])
+        def grew(counts: tuple[int, int]) -> bool:
+            return any(now > then for now, then in zip(held(), counts, strict=True))
+
+        counts, families, files = None, [], shared_files([os.getpid()])
         assert kept is not None
         for cycle in range(CYCLES):
             buffer = make_buffer(2) if cycle % 2 else None
@@ -669,7 +697,10 @@ class TestResources:
             collector.shutdown()
             collector.shutdown()
             del collector, buffer
-            counts.append(held())
+            if counts is None:
+                counts = held()
+            # A thread that was joined has said that it ended; the kernel's part of it ends after that.
+            told = f"{counts} descriptors and threads after {cycle + 1} starts and stops, as after one,"
+            wait_until(lambda most=counts: not grew(most), told, 60.0)
             assert not [name for name in made if os.path.exists(name)]
-        assert all(count == counts[0] for count in counts), counts
-        assert gone(families) and threading.active_count() == threads
+        assert gone(families) and set(threading.enumerate()) <= threads and family() <= children

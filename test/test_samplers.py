@@ -151,7 +151,7 @@ class TestStockBuffer:
         storage.block.sampleable = None
         monkeypatch.setattr(draws, "_lockstep", look_and_be_overtaken)
         buffer.sample()
-        writer.join(timeout=10.0)
+        writer.join(timeout=60.0)
         assert not writer.is_alive() and storage.head.tolist() == [22]
         ids = torch.cat([buffer.sample(64)["id"] for _ in range(4)])
         assert ids.unique().tolist() == list(range(6, 22)), "sampled by positions from before the run"
@@ -180,7 +180,7 @@ class TestStockBuffer:
                 target=lambda: storage._lock._lock.acquire(blocking=False) and inside.append("lost")
             )
             other.start()
-            other.join(timeout=10.0)
+            other.join(timeout=60.0)
             assert inside == ["order"], "nobody keeps writers away"
             return look(*args)
 

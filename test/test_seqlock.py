@@ -14,7 +14,7 @@ import torch
 
 from torchrl_ext.transport import CudaSeqlockSlots, CudaSlotReader, SeqlockSlots
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 #: Snapshots of the stress test; a hundred thousand in the long run.
 SNAPSHOTS = int(os.environ.get("SEQLOCK_SNAPSHOTS", "5000"))
 #: Processes take turns on a device, milliseconds each.
@@ -163,6 +163,7 @@ def test_busy_publisher_never_shows_a_torn_or_an_older_value():
             assert time.monotonic() < end, f"{accepted} of {SNAPSHOTS} snapshots were accepted in time"
             version = slots.read(out)
             if version is None:
+                time.sleep(1e-5)  # where both share a core, the publisher would wait for the end of a time slice
                 continue
             numbers = out.view(torch.int64)
             assert bool((numbers == version).all()), "torn"

@@ -70,7 +70,7 @@ class TestHost:
         timer = StageTimer(["sleep"], device=torch.device("cpu"))
         with timer("sleep"):
             time.sleep(0.02)
-        assert 0.02 <= timer.means()["sleep"] < 5.0
+        assert 0.02 <= timer.means()["sleep"] < 60.0
 
     @pytest.mark.parametrize("inner", ["update", "sample"])
     def test_second_stage_inside_the_first_is_refused_and_the_first_goes_on(self, inner):
@@ -128,7 +128,7 @@ class TestDevice:
                 pass
         thread = threading.Thread(target=timer.means)
         thread.start()
-        thread.join(10.0)
+        thread.join(60.0)
         assert events.asked_by == {threading.get_ident()}
 
     def test_stages_of_the_host_are_measured_there(self, events):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -34,7 +35,7 @@ from torchrl_ext.transport.pinning import Pinned
 from torchrl_ext.transport.segment import Segment
 from torchrl_ext.transport.segment import _attach as segment_of_process
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 #: Slots of the stress test; a million in the long run.
 STRESS_SLOTS = int(os.environ.get("RING_STRESS_SLOTS", "20000"))
 FEATURES = 5
@@ -680,6 +681,7 @@ class TestBadInput:
     def test_segment_that_cannot_be_mapped_leaves_no_descriptor_open(self, monkeypatch):
         segment = Segment(4096, "Test")
         received = SimpleNamespace(detach=lambda: os.dup(segment._descriptor))
+        gc.collect()  # what earlier tests dropped is not counted
         before = len(os.listdir("/proc/self/fd"))
 
         def refuse(*_: Any) -> None:
@@ -688,7 +690,7 @@ class TestBadInput:
         monkeypatch.setattr("mmap.mmap", refuse)
         with pytest.raises(OSError, match="no room"):
             segment_of_process(received, 4096)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
     def test_publish_without_a_slot_is_refused(self, make):
         _, producer, _ = make()
@@ -738,7 +740,7 @@ def produce(ring: Any, slots: int, seed: int, *, producer: Any = None, settled: 
     for step in range(slots):
         ended = tuple(np.flatnonzero(generator.random(ring.num_streams) < 0.05).tolist())
         while not write_step(ring, producer, step, ended=ended, tail=step % 3 == 0, settled=settled):
-            time.sleep(0)
+            time.sleep(1e-5)
     producer.close()
 
 
@@ -765,6 +767,7 @@ class TestTwoProcesses:
                 except RingClosed:
                     break
                 if span is None:
+                    time.sleep(1e-5)  # where both share a core, the worker would wait for the end of a time slice
                     continue
                 with span:
                     steps = np.arange(expected, expected + span.num_steps)
@@ -808,13 +811,14 @@ class TestTwoProcesses:
 
     def test_nothing_is_left_in_shared_memory_nor_open(self):
         """case 38: the segment has no name, so neither the size of /dev/shm nor a killed process matters."""
+        gc.collect()  # what earlier tests dropped is not counted
         before, maps = len(os.listdir("/proc/self/fd")), Path("/proc/self/maps")
         names = maps.read_text().count("/dev/shm/")  # other people's do not count
         for _ in range(20):
             ring, producer, consumer = make_host()
             write_step(ring, producer, 0)
             assert steps_of(consumer) == [0]
-            assert maps.read_text().count("/dev/shm/") == names
+            assert maps.read_text().count("/dev/shm/") <= names
             del ring, producer, consumer
         assert len(os.listdir("/proc/self/fd")) <= before + 1
 

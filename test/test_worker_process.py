@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -15,15 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import psutil
 import pytest
 import torch
+from _load import slowness
 from tensordict import TensorDict
 
-from torchrl_ext.collectors import _worker_process
+from torchrl_ext.collectors import _heartbeat, _worker_process
 from torchrl_ext.collectors._heartbeat import Heartbeat
 from torchrl_ext.collectors._spawn import Payload
 from torchrl_ext.collectors._worker_process import WorkerProcess
@@ -32,8 +35,8 @@ from torchrl_ext.transport import RingPeerDied
 from torchrl_ext.transport.segment import Segment
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Seconds: for anything at all, and for a death to be seen.
-DEADLINE, SEEN_WITHIN = 60.0, 10.0
+#: Seconds for anything at all.
+DEADLINE = 60.0
 
 # Targets travel by value: importing this module in a worker would import torch there, two seconds for nothing.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -76,7 +79,12 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = SEEN_WITHIN) -> None:
+def seen_within() -> float:
+    """Seconds for a death to be seen: ten where a core is free."""
+    return 10.0 * slowness()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
@@ -84,7 +92,13 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = SEEN_W
 
 
 def descriptors(pid: int | str = "self") -> int:
+    if pid == "self":
+        gc.collect()  # what earlier tests dropped is not counted, whenever it would have been collected
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
 
 
 @pytest.fixture
@@ -155,7 +169,7 @@ class TestArguments:
         with shared.lock:
             assert not ask(shared.worker, lambda lock, **_: lock.acquire(timeout=0.01)), "the lock is another one"
         shared.ours.send("over there")
-        assert ask(shared.worker, lambda theirs, **_: theirs.poll(5.0) and theirs.recv()) == "over there"
+        assert ask(shared.worker, lambda theirs, **_: theirs.poll(60.0) and theirs.recv()) == "over there"
 
     def test_cores_and_threads_are_those_asked_for(self, shared):
         """case 42"""
@@ -178,7 +192,7 @@ class TestArguments:
         assert payload.descriptors == []
 
     def test_the_part_that_does_not_pickle_is_named_before_anything_starts(self):
-        children, before = psutil.Process().children(), descriptors()
+        before = children(), descriptors()
         policy = torch.nn.Linear(2, 2)
         policy.lock = threading.Lock()
         segment = Segment(64, "test")
@@ -188,7 +202,7 @@ class TestArguments:
         ):
             Payload(serve, {"ring": segment, "policy": policy}, where="RingCollector")
         del segment
-        assert psutil.Process().children() == children and descriptors() == before
+        assert children() <= before[0] and descriptors() <= before[1]
 
     def test_a_payload_starts_again_with_the_same_memory(self, started):
         ours, theirs = mp.Pipe()
@@ -202,14 +216,14 @@ class TestArguments:
         before = descriptors()
         with pytest.raises(RuntimeError, match="Payload: it must not be closed to start a process"):
             WorkerProcess(payload, name="again")
-        assert descriptors() == before
+        assert descriptors() <= before
 
     def test_a_process_that_cannot_be_made_leaves_nothing(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         before = descriptors()
         with pytest.raises(FileNotFoundError):
             start()
-        assert descriptors() == before
+        assert descriptors() <= before
 
     @pytest.mark.parametrize(
         ("options", "text"), [({"cores": [100000]}, "cores name some of"), ({"num_threads": 0}, "num_threads must be")]
@@ -218,7 +232,7 @@ class TestArguments:
         before = descriptors()
         with pytest.raises(ValueError, match=f"^WorkerProcess: .*{text}.* Nothing was started"):
             start(options=options)
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 SCRIPT = """
@@ -237,8 +251,8 @@ def helper(number):
 print("main runs", flush=True)
 payload = Payload(lambda channel, policy: channel.send((policy.act(20), Policy())), {"policy": Policy()})
 worker = WorkerProcess(payload, name="w")
-answer, policy = worker.recv(30.0)
-print(answer, type(policy) is Policy, worker.stop(10.0), flush=True)
+answer, policy = worker.recv(60.0)
+print(answer, type(policy) is Policy, worker.stop(60.0), flush=True)
 worker.close()
 """
 
@@ -368,14 +382,22 @@ class TestMessages:
                 exchange()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert (descriptors(), descriptors(worker.pid)) == before
+        assert descriptors() <= before[0] and descriptors(worker.pid) <= before[1]
 
-    def test_a_timeout_names_what_was_awaited_and_a_late_answer_still_comes(self, started):
+    def test_a_timeout_names_what_was_awaited_and_a_late_answer_still_comes(self, started, tmp_path):
+        goes_on = tmp_path / "goes on"
+
+        def late(**_):
+            while not goes_on.exists():
+                time.sleep(0.005)
+            return "late"
+
         started.append(start(name="slow"))
-        started[0].send(lambda **_: time.sleep(0.5) or "late")
+        started[0].send(late)
         assert not started[0].poll(0.01)
         with pytest.raises(TimeoutError, match=r"worker 'slow' \(pid \d+\) must send the first batch within 0.05 s"):
             started[0].recv(0.05, what="the first batch")
+        goes_on.touch()
         assert started[0].recv(DEADLINE) == "late"
 
     def test_messages_before_a_death_are_read_first(self, started):
@@ -413,7 +435,7 @@ class TestMessages:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
 
-        monkeypatch.setattr(_worker_process, "_RECV_WITHIN", 1)
+        monkeypatch.setattr(_worker_process, "_RECV_WITHIN", int(DEADLINE) if dies else 1)
         started.append(start(begin, dies=dies))
         error, text = (RingPeerDied, "SIGKILL") if dies else (TimeoutError, "must finish a message within 1 s")
         with pytest.raises(error, match=text):
@@ -454,7 +476,7 @@ class TestFailure:
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="ValueError: boom"):
             started[0].recv(DEADLINE)
-        assert time.monotonic() - begin < SEEN_WITHIN
+        assert time.monotonic() - begin < seen_within()
 
     def test_arguments_that_cannot_be_rebuilt_are_told(self, started):
         class Stubborn:
@@ -496,7 +518,7 @@ class TestDeath:
                     worker.recv(DEADLINE)
         finally:
             timer.join()
-        assert time.monotonic() - begin < SEEN_WITHIN
+        assert time.monotonic() - begin < seen_within()
         assert worker.exitcode == -signal.SIGKILL and not worker.is_alive()
         assert when == "boot" or str(e.value).endswith("the end of its output:\nasleep")
 
@@ -620,16 +642,12 @@ class TestDeath:
     def test_nothing_is_left_after_twenty_lives(self):
         segment = Segment(64, "test")
 
-        def look() -> tuple[int, int, int, int]:
-            return (
-                descriptors(),
-                threading.active_count(),
-                Path("/proc/self/maps").read_text().count("/dev/shm/"),  # other people's do not count
-                len(psutil.Process().children()),
-            )
+        def look() -> tuple[int, int]:
+            # Of this process alone: other people's do not count.
+            return descriptors(), Path("/proc/self/maps").read_text().count("/dev/shm/")
 
         start().close()
-        before = look()
+        before, threads, family = look(), set(threading.enumerate()), children()
         for life in range(20):
             worker = start(serve if life % 2 else sleep)
             if life % 4 == 0:
@@ -643,23 +661,25 @@ class TestDeath:
             payload.close()
             worker.close()
             assert worker.exitcode is not None and gone(worker.pid)
-        assert look() == before
+        assert all(now <= then for now, then in zip(look(), before, strict=True))
+        assert set(threading.enumerate()) <= threads and children() <= family
 
 
 class TestHeartbeat:
     """Contract: silence is counted from the last beat that was seen, by the clock of the watcher."""
 
-    def test_silence_ends_with_a_beat(self):
-        memory = bytearray(16)
+    def test_silence_ends_with_a_beat(self, monkeypatch):
+        memory, clock = bytearray(16), SimpleNamespace(now=0.0)
+        monkeypatch.setattr(_heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
         watcher, other = Heartbeat(memoryview(memory)), Heartbeat(memoryview(memory))
-        time.sleep(0.02)
-        assert watcher.silent_for() >= 0.02
+        clock.now = 2.0
+        assert watcher.silent_for() == 2.0
         other.beat()
         assert watcher.silent_for() == 0.0
-        time.sleep(0.02)
-        assert watcher.silent_for() >= 0.02
+        clock.now = 5.0
+        assert watcher.silent_for() == 3.0
         watcher.reset()
-        assert watcher.silent_for() < 0.02
+        assert watcher.silent_for() == 0.0
 
     def test_memory_of_others_is_not_passed_on(self):
         with pytest.raises(TypeError, match="Heartbeat: memory must be a segment of its own"):

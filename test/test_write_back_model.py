@@ -32,7 +32,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRo
 
 from torchrl_ext import data
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 ENV: Key = ("env_index",)
 VERSION: Key = ("meta", "version")
 
