@@ -242,7 +242,7 @@ class TestWriteBack:
         part.collect(20)
         sample = part.replay.sample()
         _, state, belief = part.learner.update(sample)
-        part.write_backs.submit(sample, state, belief).result(timeout=30)
+        part.write_backs.submit(sample, state, belief).result(timeout=60)
         wanted = _as_records(sample, state, belief)
         assert 1 < len(wanted) <= 12
         _assert_stored(part.replay, wanted)
@@ -713,7 +713,7 @@ class TestErrors:
 
     def test_the_command_line_says_one_sentence(self, tmp_path):
         command = [sys.executable, str(SCRIPT), *PENDULUM, "networks.decoder_sizes=[4]", f"hydra.run.dir={tmp_path}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=100, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=200, check=False)
         assert done.returncode == 2
         errors = [line for line in done.stderr.decode().splitlines() if line.startswith("dreamer_v3: ")]
         assert len(errors) == 1 and "networks.decoder_sizes must add up to the 3 features" in errors[0]

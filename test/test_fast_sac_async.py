@@ -16,7 +16,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_ext.trainers import save_checkpoint
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 ASYNC = ["async=true", "collector.publish_every=4"]
 SLOW = """
 import time
@@ -233,6 +233,75 @@ class TestLife:
         other.train(stop)
         assert other.state.counters.frames == len(other.state.replay) == 160
 
+    def test_workers_that_stood_unevenly_go_on(self, build):  # noqa: F811
+        two, end = ["collector.num_workers=2", "total_frames=16000"], time.monotonic() + DEADLINE
+        run = build(*ASYNC, *two)
+        run.begin()
+        while sum(run.source.state_dict()["steps"]) % 2 == 0:
+            assert time.monotonic() < end, "both workers stand at the same step, always"
+            run.step()
+        run.save(with_replay=True)
+        frames = run.state.counters.frames
+        other = build(*ASYNC, *two, f"resume_from={run.folder}", folder="b")
+        end = time.monotonic() + DEADLINE
+        other.begin(lambda: time.monotonic() > end)
+        assert time.monotonic() < end, "the first steps are waited for that nobody may take"
+        assert min(other.source.state_dict()["steps"]) > min(run.source.state_dict()["steps"])
+        assert other.state.counters.frames == len(other.state.replay) > frames
+
+    @pytest.mark.parametrize("asynchronous", ["true", "false"])
+    def test_updates_that_are_owed_at_the_last_row_are_taken_without_further_rows(self, build, asynchronous):  # noqa: F811
+        run, stop = build("total_frames=400"), type("Never", (), {"count": 0})()
+        run.train(stop)
+        done = run.state.governor.updates
+        run.state.governor.updates -= 5  # stopped by a signal before they were taken
+        run.save(with_replay=True)
+        more = ["total_frames=400", f"resume_from={run.folder}", f"async={asynchronous}"]
+        other = build(*more, folder="b")
+        other.train(stop)
+        assert other.state.counters.frames == len(other.state.replay) == 400
+        assert other.state.governor.updates == done
+
+    def test_a_policy_that_learnt_acts_when_a_run_in_turns_goes_on_asynchronously(self, build):  # noqa: F811
+        run, stop = build("total_frames=400"), type("Never", (), {"count": 0})()
+        run.train(stop)
+        run.save(with_replay=True)
+        uniform = ["collector.warm_up_actions=uniform", "collector.learning_starts=800", "total_frames=480"]
+        other = build(*ASYNC, *uniform, f"resume_from={run.folder}", folder="b")
+        assert other.source.collector.init_random_frames == 0
+        fresh = build(*ASYNC, *uniform, folder="c")
+        assert fresh.source.collector.init_random_frames == 800
+
+    def test_a_warm_up_that_was_stopped_has_the_uniform_rows_that_are_left(self, build):  # noqa: F811
+        uniform = ["collector.warm_up_actions=uniform", "collector.learning_starts=400"]
+        run, stop = build(*uniform, "total_frames=80"), type("Never", (), {"count": 0})()
+        run.train(stop)
+        run.save(with_replay=True)
+        other = build(*ASYNC, *uniform, f"resume_from={run.folder}", folder="b")
+        assert other.source.collector.init_random_frames == 320, "its workers count from 0"
+        other.begin()
+        other.save(with_replay=False)
+        frames = other.state.counters.frames
+        third = build(*ASYNC, *uniform, f"resume_from={other.folder}", folder="c")
+        left = third.source.collector.init_random_frames - third.source.state_dict()["frames"]
+        assert (frames, left) == (88, 400), "an empty replay is warmed up from its beginning"
+
+    def test_the_seed_of_the_command_line_counts(self, build):  # noqa: F811
+        run, stop = build(*ASYNC, "total_frames=80"), type("Never", (), {"count": 0})()
+        run.train(stop)
+        run.save(with_replay=True)
+        same = build(*ASYNC, f"resume_from={run.folder}", folder="b").source.state_dict()
+        other = build(*ASYNC, f"resume_from={run.folder}", "seed=7", folder="c").source.state_dict()
+        assert (same["seed"], same["epoch"]) == (0, 1)
+        assert (other["seed"], other["epoch"]) == (7, 1)
+
+    def test_weights_that_had_to_wait_go_out_while_no_rows_come(self, build, monkeypatch):  # noqa: F811
+        run, told = build(*ASYNC), []
+        monkeypatch.setattr(run.source, "feed", lambda **kwargs: 0)
+        monkeypatch.setattr(run.source, "publish", told.append)
+        run.step()
+        assert told == [0]
+
     def test_a_budget_that_is_used_up_collects_nothing(self, script, build):  # noqa: F811
         run = build(*ASYNC, "total_frames=80")
         assert script.run(run) == 0
@@ -252,20 +321,18 @@ class TestLife:
     def test_a_signal_is_heard_while_streams_are_opened(self, tmp_path):
         (tmp_path / "slow_factory.py").write_text(SLOW)
         task = ["env.backend=factory", "env.task=slow_factory:slow", "env.num_envs=4", "eval.episodes=4"]
-        process = start(tmp_path / "run", *ASYNC, *task, "env.options={seconds: 40}", "log.print_every=0.2")
+        process = start(tmp_path / "run", *ASYNC, *task, "env.options={seconds: 250}", "log.print_every=0.2")
         try:
             pids = wait_for("a worker", lambda: workers_of(process.pid))
             wait_for("the first line", lambda: (tmp_path / "run" / "metrics.jsonl").exists())
             time.sleep(1.0)
             process.send_signal(signal.SIGINT)
-            begun = time.monotonic()
-            out, err = process.communicate(timeout=DEADLINE)
-            assert time.monotonic() - begun < 15.0
+            _, err = process.communicate(timeout=DEADLINE)  # less than the streams take
             assert process.returncode == 130 and b"Traceback" not in err, err.decode()
         finally:
             process.kill()
         assert last(tmp_path / "run")["counters"]["frames"] == 0
-        wait_for("the end of the workers", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10.0)
+        wait_for("the end of the workers", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_signal_writes_a_checkpoint_and_ends_the_workers(self, tmp_path, number):
@@ -276,15 +343,13 @@ class TestLife:
                 "a line of metrics", lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run")
             )
             process.send_signal(number)
-            begun = time.monotonic()
-            out, err = process.communicate(timeout=DEADLINE)
-            assert time.monotonic() - begun < 15.0
+            _, err = process.communicate(timeout=DEADLINE)
             assert process.returncode == 128 + number, err.decode()
         finally:
             process.kill()
         saved = last(tmp_path / "run")
         assert saved["counters"]["frames"] > 0 and saved["replay"] is not None
-        wait_for("the end of the workers", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 10.0)
+        wait_for("the end of the workers", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
     def test_killed_worker_ends_the_run_with_its_name(self, tmp_path):
         process = start(tmp_path / "run", *ASYNC, "total_frames=800000")
@@ -294,7 +359,7 @@ class TestLife:
                 "a line of metrics", lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run")
             )
             os.kill(pids[0], signal.SIGKILL)
-            _, err = process.communicate(timeout=20.0)
+            _, err = process.communicate(timeout=DEADLINE)
         finally:
             process.kill()
         assert process.returncode not in (0, None)
@@ -367,6 +432,30 @@ class TestCheckpointUses:
         )
         with pytest.raises(ValueError, match=wanted):
             load_run(tmp_path)
+
+    def test_a_model_that_is_not_kept_leaves_the_one_of_before(self, folder, script, tmp_path, monkeypatch):  # noqa: F811
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+        import export
+
+        monkeypatch.setattr(export, "TOLERANCE", -1.0)
+        (tmp_path / "policy.onnx").write_bytes(b"of before")
+        with pytest.raises(RuntimeError, match="must be within -1 of torch's, got .*policy.onnx was not written"):
+            export.export(folder, tmp_path / "policy.onnx", checkpoint="last")
+        assert [path.name for path in tmp_path.iterdir()] == ["policy.onnx"]
+        assert (tmp_path / "policy.onnx").read_bytes() == b"of before"
+
+    def test_a_policy_of_lost_numbers_is_not_exported(self, folder, script, tmp_path, monkeypatch):  # noqa: F811
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+        import export
+
+        settings, learner = export.load_run(folder, checkpoint="last")
+        learner.loss.actor_parameters()[0].data.fill_(float("nan"))
+        monkeypatch.setattr(export, "load_run", lambda folder, checkpoint: (settings, learner))
+        with pytest.raises(RuntimeError, match="must be within 0.0001 of torch's, got inf"):
+            export.export(folder, tmp_path / "policy.onnx", checkpoint="last")
+        assert not list(tmp_path.iterdir())
 
     def test_a_model_that_cannot_be_written_is_told_in_one_sentence(self, folder):
         pytest.importorskip("onnxruntime")

@@ -211,11 +211,87 @@ class TestWarmUp:
         saved = last(run.folder)["learner"]["loss"]
         assert all(bool(torch.isfinite(value).all()) for value in parameters(saved).values())
 
+    def test_lost_numbers_are_never_the_best_checkpoint(self, build):
+        run = build("collector.learning_starts=8", "eval.every=80", "log.every=800000", "learner.updates_per_step=1")
+        run.evaluate = lambda stop: pytest.fail("a policy of lost numbers was evaluated")
+        run.state.learner.loss.actor_parameters()[0].data.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="must be finite"):
+            run.train(type("Never", (), {"count": 0})())
+
     def test_steps_per_run(self, build):
         run = build("collector.steps_per_run=5", "total_frames=4000")
         for _ in range(6):
             run.step()
         assert run.state.governor.updates == (30 - 12) // 2
+
+
+class TestSaving:
+    """Contract: a second signal leaves the replay out, also while it is being written; a place that takes no
+    checkpoints is found before the run.
+    """
+
+    @pytest.mark.parametrize("with_replay", [True, False])
+    def test_a_second_signal_while_the_checkpoint_is_written_leaves_the_replay_out(self, script, build, with_replay):
+        run = build()
+        whole, state_dict = run.step, run.state.replay.state_dict
+
+        def step():
+            if run.state.counters.frames == 400:
+                signal.raise_signal(signal.SIGINT)
+            return whole()
+
+        def slow_state():
+            state = state_dict()
+            if not with_replay:
+                signal.raise_signal(signal.SIGINT)
+            return state
+
+        run.step, run.state.replay.state_dict = step, slow_state
+        assert script.run(run) == 130
+        assert (last(run.folder)["replay"] is not None) == with_replay
+        assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["last.pt"]
+
+    def test_what_a_killed_run_had_begun_to_write_goes_and_what_another_one_writes_stays(self, build, tmp_path):
+        killed = subprocess.Popen([sys.executable, "-c", ""])
+        killed.wait()
+        other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        place = tmp_path / "run" / "checkpoints"
+        place.mkdir(parents=True)
+        kept = [place / f".last.pt.{other.pid}.partial", place / "last.pt", place / ".last.pt.x.partial"]
+        try:
+            for path in [place / f".last.pt.{killed.pid}.partial", place / f".best.pt.{os.getpid()}.partial", *kept]:
+                path.write_bytes(b"half")
+            build()
+            assert set(place.iterdir()) == set(kept)
+        finally:
+            other.communicate(b"")
+
+    def test_a_checkpoint_that_takes_as_long_as_its_interval_leaves_time_to_train(self, build, monkeypatch):
+        clock = sys.modules["common.training_run"].time
+        run, now, saved = build("checkpoint.every=10", "total_frames=800"), 0.0, []
+        whole = run.step
+
+        def step():
+            nonlocal now
+            now += 1.0
+            return whole()
+
+        def save(**options):
+            nonlocal now
+            now += 12.0
+            saved.append(run.state.counters.frames // 8)
+
+        fake = type("Clock", (), {"monotonic": staticmethod(lambda: now), "sleep": clock.sleep})
+        monkeypatch.setattr(sys.modules["common.training_run"], "time", fake)
+        run.step, run.save = step, save
+        run.train(type("Never", (), {"count": 0})())
+        assert saved == [10 * number for number in range(1, 11)]
+
+    def test_a_place_that_takes_no_checkpoints_is_refused_before_the_run(self, build, tmp_path):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoints").write_bytes(b"")
+        with pytest.raises(OSError, match="checkpoints must be a folder that can be written to; nothing was started"):
+            build()
 
 
 class TestResume:
@@ -288,7 +364,10 @@ class TestResume:
         assert all(torch.equal(before[key], after[key]) for key in before)
         assert len(run.state.replay) == rows and run.state.counters.frames == 8
 
-    @pytest.mark.parametrize("damage", ["no history", "no generators", "no optimizer", "no counters"])
+    @pytest.mark.parametrize(
+        "damage",
+        ["no history", "no generators", "no optimizer", "no counters", "no points", "no source", "no owed"],
+    )
     def test_a_checkpoint_that_is_not_whole_changes_nothing(self, build, damage):
         other = build(folder="other")
         for _ in range(30):
@@ -300,10 +379,16 @@ class TestResume:
             "no generators": (state["random"], "numpy"),
             "no optimizer": (state["learner"], "actor_optimizer"),
             "no counters": (state["counters"], "episodes"),
+            "no points": (state, "history"),
+            "no source": (state, "source"),
+            "no owed": (state["governor"], "owed"),
         }[damage]
         if damage == "no counters":
-            part["nope"] = 1
-        del part[name]
+            part["nope"] = part.pop(name)
+        elif damage in ("no points", "no source", "no owed"):
+            part[name] = [1]
+        else:
+            del part[name]
         torch.save(state, path)
         run = build()
         run.step()
@@ -324,6 +409,51 @@ class TestResume:
         learner = build(f"resume_from={run.folder}", *options, folder="b").state.learner
         assert (float(learner.loss.gamma), float(learner.loss.target_entropy)) == (0.5, -0.25)
         assert learner.critic_optimizer.param_groups[0]["lr"] == 0.125
+
+    @pytest.mark.parametrize(
+        "changed", ["learner.updates_per_step=2", "learner.updates_per_step=0.25", "collector.learning_starts=16"]
+    )
+    def test_another_update_ratio_counts_from_there_on(self, build, changed):
+        run = build()
+        for _ in range(100):
+            run.step()
+        run.save(with_replay=True)
+        done = run.state.governor.updates
+        ratio = float(changed.partition("step=")[2] or 0.5)
+        other = build(f"resume_from={run.folder}", changed, folder="b")
+        assert other.state.governor.due(800) == 0, "rows of before were learnt from at the ratio of then"
+        for _ in range(40):
+            other.step()
+        assert other.state.governor.updates == done + 40 * ratio
+        other.save(with_replay=True)
+        third = build(f"resume_from={other.folder}", changed, folder="c")
+        assert third.state.governor.updates == third.state.governor.expected(1120) == done + 40 * ratio
+
+    def test_the_gate_may_be_moved_behind_where_a_run_stands(self, build):
+        run = build()
+        for _ in range(100):
+            run.step()
+        run.save(with_replay=True)
+        done = run.state.governor.updates
+        other = build(f"resume_from={run.folder}", "collector.learning_starts=880", folder="b")
+        for _ in range(9):
+            other.step()
+        assert other.state.governor.updates == done
+        for _ in range(4):
+            other.step()
+        assert other.state.governor.updates == done + 2
+
+    def test_updates_that_a_free_governor_took_are_not_waited_for(self, build):
+        run = build()
+        for _ in range(50):
+            run.step()
+        run.state.governor.count(1000)
+        run.save(with_replay=True)
+        other = build(f"resume_from={run.folder}", folder="b")
+        done = other.state.governor.updates
+        for _ in range(4):
+            other.step()
+        assert other.state.governor.updates == done + 2
 
     def test_another_range_of_returns_is_refused(self, build):
         run = build()

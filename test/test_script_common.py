@@ -201,7 +201,7 @@ class Ring:
     def __init__(self) -> None:
         self.collected, self.fill, self.policy_version, self.arrived, self.sent = Collected(0), [3, 5], 0, True, 0
         self.rows: list[int] = []
-        self.frames, self.num_streams = 0, 8
+        self.frames, self.num_streams, self.steps = 0, 8, [0, 0]
         self.collected.boards = [
             SimpleNamespace(counters=[0, 2], seconds=[seconds], stages=("env",)) for seconds in (0.2, 0.4)
         ]
@@ -223,6 +223,9 @@ class Ring:
 
     def stats(self):
         return {"frames": self.frames}
+
+    def state_dict(self):
+        return {"steps": list(self.steps)}
 
     def load_state_dict(self, state):
         self.frames = state["frames"]
@@ -300,8 +303,27 @@ class TestRingFeed:
 
     def test_waiting_for_the_first_rows_ends_when_it_is_asked_to(self, ring, feed):
         asked = []
-        assert feed().begin(8, lambda: bool(asked.append(1)) or len(asked) > 2) == 0
+        assert feed().begin(None, lambda: bool(asked.append(1)) or len(asked) > 2) == 0
         assert len(asked) == 3
+
+    @pytest.mark.parametrize(
+        ("steps", "at_most", "limit"),
+        [([0, 0], None, 8), ([5, 6], None, 56), ([5, 6], 48, 48), ([6, 6], 48, 48), ([5, 7], 48, 48)],
+    )
+    def test_a_step_of_every_worker_is_waited_for_that_may_take_one(self, ring, feed, steps, at_most, limit):
+        ring.steps = list(steps)
+
+        def drain():
+            late = [at for at, step in enumerate(ring.steps) if step < ring.limit // 8]
+            if not late:
+                pytest.fail("nobody may go on")
+            ring.steps[late[0]] += 1
+            return 4
+
+        ring.drain = drain
+        assert feed().begin(at_most, lambda: False) == 4 * (sum(ring.steps) - sum(steps))
+        assert ring.limit == limit
+        assert all(now > then or now >= limit // 8 for now, then in zip(ring.steps, steps, strict=True))
 
     @pytest.mark.parametrize(("setting", "device"), [("learner", "meta"), ("cpu", "cpu"), ("cuda:1", "cuda:1")])
     def test_policies_act_on_the_learners_device_or_the_one_that_is_named(self, script, setting, device):  # noqa: F811
@@ -377,6 +399,38 @@ class TestCommandLine:
         assert capsys.readouterr().err == "test: stopped at once by a third signal; nothing more was saved.\n"
 
 
+class TestSignals:
+    def test_a_signal_while_a_finished_run_is_closed_changes_nothing(self):
+        from common.command_line import run
+
+        class Job:
+            settings = SimpleNamespace(checkpoint=SimpleNamespace(replay=True))
+            closed = False
+
+            def train(self, stop):
+                pass
+
+            def evaluate(self, stop):
+                return 1.0
+
+            def save(self, **options):
+                pass
+
+            def report(self, final):
+                pass
+
+            def close(self):
+                signal.raise_signal(signal.SIGTERM)
+                self.closed = True
+
+        job = Job()
+        before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("the process would have ended"))
+        try:
+            assert run(job) == 0 and job.closed
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
 class TestFailedStart:
     """Contract: what cannot be built leaves nothing running."""
 
@@ -393,7 +447,7 @@ class TestFailedStart:
         with pytest.raises(ValueError, match="no environment for evaluations"):
             build("async=true")
         assert seen, "the workers had been started"
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 60.0
         while set(seen) & set(workers_of(os.getpid())):
             assert time.monotonic() < end, "the workers go on"
             time.sleep(0.05)

@@ -112,6 +112,25 @@ class TestUpdateGovernor:
             other.load_state_dict({"updates": -1})
         assert other.due(200) == 40
 
+    @pytest.mark.parametrize(("ratio", "owed"), [(0.5, 0), (7, 0), (7, 3), (2, 0)])
+    def test_another_ratio_counts_from_where_it_was_settled(self, ratio, owed):
+        governor = UpdateGovernor(2, rows_per_step=5, learning_starts=20)
+        governor.count(governor.due(100) - owed)
+        other = UpdateGovernor(ratio, rows_per_step=5, learning_starts=20)
+        other.load_state_dict(governor.state_dict())
+        other.settle(100, owed)
+        assert other.due(100) == owed
+        third = UpdateGovernor(ratio, rows_per_step=5, learning_starts=20)
+        third.load_state_dict(other.state_dict())
+        assert third.due(150) == other.due(150) == owed + 10 * ratio
+
+    def test_what_was_settled_with_the_same_ratio_is_what_it_was(self):
+        governor = UpdateGovernor(0.3, rows_per_step=5, learning_starts=20)
+        governor.count(governor.due(100) - 2)
+        before = governor.state_dict()
+        governor.settle(100, governor.due(100))
+        assert governor.state_dict() == before
+
     @pytest.mark.parametrize("ratio, rows", [(0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (1, 0)])
     def test_bad_arguments(self, ratio, rows):
         with pytest.raises(ValueError, match="UpdateGovernor: "):
@@ -283,6 +302,37 @@ class TestCheckpoint:
         monkeypatch.setattr(torch, "save", half)
         with pytest.raises(OSError, match="disk full"):
             save_checkpoint(path, {"number": 2}, kind=self.KIND)
+        assert load_checkpoint(path, kind=self.KIND)["number"] == 1
+        assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
+
+    def test_a_disk_that_is_full_is_told_as_such(self, tmp_path):
+        resource = pytest.importorskip("resource")
+        path = save_checkpoint(tmp_path / "a.pt", {"number": 1}, kind=self.KIND)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            with pytest.raises(OSError, match=f"File too large: '{path}'"):
+                save_checkpoint(path, {"tensor": torch.zeros(1 << 20)}, kind=self.KIND)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert load_checkpoint(path, kind=self.KIND)["number"] == 1
+        assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
+
+    @pytest.mark.parametrize("stop", [InterruptedError, KeyboardInterrupt])
+    def test_a_file_is_not_written_to_its_end_when_it_is_asked_to_stop(self, tmp_path, stop):
+        path = save_checkpoint(tmp_path / "a.pt", {"number": 1}, kind=self.KIND)
+        asked = []
+
+        def should_stop():
+            asked.append(1)
+            if len(asked) == 20 and stop is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return len(asked) >= 20
+
+        state = {str(number): torch.zeros(8) for number in range(1000)}
+        with pytest.raises(stop):
+            save_checkpoint(path, state, kind=self.KIND, should_stop=should_stop)
+        assert len(asked) == 20
         assert load_checkpoint(path, kind=self.KIND)["number"] == 1
         assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
 

@@ -20,17 +20,17 @@ from common.training_run import TrainingRun
 def run(job: TrainingRun) -> int:
     """Trains, evaluates, saves and closes; returns the exit code."""
     keep_replay = job.settings.checkpoint.replay
-    try:
-        with StopSignal() as stop:
+    with StopSignal() as stop:
+        try:
             job.train(stop)
             final = None if stop.count else job.evaluate(stop)
             if stop.count:
                 job.progress.say("stopped by a signal: writing the checkpoint (once more: without the replay)")
-            job.save(with_replay=keep_replay and stop.count < 2)
+            job.save(with_replay=keep_replay, should_hurry=lambda: stop.count > 1)
             job.report(final)
             return stop.exit_code
-    finally:
-        job.close()
+        finally:
+            job.close()
 
 
 def run_configuration(cfg: DictConfig, settings: Any, kind: type[TrainingRun]) -> None:

@@ -20,14 +20,18 @@ class Every:
     """
 
     def __init__(self, interval: float | None, start: float = 0.0) -> None:
-        self._interval = interval
+        self._interval, self._begin = interval, 0.0
         self._last = start if interval is None else start // interval
 
     def __call__(self, value: float) -> bool:
-        if self._interval is None or value // self._interval <= self._last:
+        if self._interval is None or (value - self._begin) // self._interval <= self._last:
             return False
-        self._last = value // self._interval
+        self._last = (value - self._begin) // self._interval
         return True
+
+    def begin_anew(self, value: float) -> None:
+        """Has an interval begin here, as when what is done takes as long as an interval itself."""
+        self._begin, self._last = value, 0
 
 
 class StopSignal:

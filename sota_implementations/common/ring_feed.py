@@ -55,16 +55,28 @@ class RingFeed:
         assert self.collector is not None
         return self.collector
 
-    def begin(self, rows: int, should_stop: Callable[[], bool] = lambda: False) -> int:
-        """Waits until workers made so many rows more, such as the first step of every stream, or until it is asked to
-        stop; returns how many came.
+    def begin(self, at_most: int | None, should_stop: Callable[[], bool] = lambda: False) -> int:
+        """Waits until every worker made a step that may make one, or until it is asked to stop; returns how many rows
+        came.
+
+        Args:
+            at_most (int, optional): rows that may be collected in all, those before a resume included.
         """
         ring, found = self._ring, 0
-        ring.hold_at(int(ring.stats()["frames"]) + rows)
-        while found < rows and not should_stop():
+        # They may stand at different steps, when they were saved so.
+        before: list[int] = ring.state_dict()["steps"]
+        limit = max(before) + 1
+        if at_most is not None:
+            limit = min(limit, (at_most + self._beside) // ring.num_streams)
+        ring.hold_at(limit * ring.num_streams)
+        while self._is_awaited(before, limit) and not should_stop():
             found += ring.drain()
             time.sleep(_PAUSE)
         return found
+
+    def _is_awaited(self, before: list[int], limit: int) -> bool:
+        now = self._ring.state_dict()["steps"]
+        return any(step == first < limit for step, first in zip(now, before, strict=True))
 
     def drain(self) -> int:
         """Puts what workers pushed into the replay; returns how many rows."""

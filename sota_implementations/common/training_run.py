@@ -22,7 +22,7 @@ from common.learner_time import LearnerTime
 from common.loop_control import Every, StopSignal
 from common.progress import Progress
 from common.records import Records
-from common.run_state import Counters, RunState
+from common.run_state import Counters, RunState, prepare_place
 from common.telling import Telling
 from torchrl_ext.envs import EnvPoolEnv
 
@@ -45,7 +45,7 @@ class TrainingRun(abc.ABC):
         overrides (list of str): of the command line, to be echoed.
 
     Raises:
-        ValueError, KeyError, ImportError, FileNotFoundError, MemoryError: for what cannot be; nothing is left running.
+        ValueError, KeyError, ImportError, OSError, MemoryError: for what cannot be; nothing is left running.
     """
 
     name: ClassVar[str]
@@ -62,6 +62,7 @@ class TrainingRun(abc.ABC):
         self.time_budget: float | None = getattr(settings, "time_budget", None)
         self.device = prepare(settings.device, threads=settings.torch_threads, seed=settings.seed)
         self.time = LearnerTime(self.device)
+        prepare_place(folder / "checkpoints")
         with contextlib.ExitStack() as made:
             # Before the workers, which inherit its way of standard output.
             self.progress = Progress(
@@ -143,11 +144,13 @@ class TrainingRun(abc.ABC):
             if should_log(counters.frames):
                 self.log(metrics)
             if should_evaluate(counters.frames) and not self.is_done():
+                self.telling.check(self.state.governor.updates, metrics)  # lost numbers are no best policy
                 self.evaluate(stop)
                 counters.seconds = time.monotonic() - started
             if should_save(counters.seconds):
                 self.telling.check(self.state.governor.updates, metrics)  # a good checkpoint must not be overwritten
-                self.save(with_replay=settings.checkpoint.replay)
+                self.save(with_replay=settings.checkpoint.replay, should_hurry=lambda: stop.count > 1)
+                should_save.begin_anew(time.monotonic() - started)
             if should_look(counters.seconds):
                 self.look()
             self.show()
@@ -216,16 +219,16 @@ class TrainingRun(abc.ABC):
 
     # Saving, and the end
 
-    def save(self, *, with_replay: bool) -> None:
-        """Writes ``last.pt`` and the learning curve."""
-        self._save_as("last", with_replay=with_replay)
+    def save(self, *, with_replay: bool, should_hurry: Callable[[], bool] = lambda: False) -> None:
+        """Writes ``last.pt`` and the learning curve; the replay is left out when it should hurry, now or meanwhile."""
+        self._save_as("last", with_replay=with_replay, should_hurry=should_hurry)
         title = f"{self.label}, {self.settings.env.task}"
         draw_curve(self.records.history, self.folder / "learning_curve.png", title=title)
 
-    def _save_as(self, name: str, *, with_replay: bool) -> None:
+    def _save_as(self, name: str, *, with_replay: bool, should_hurry: Callable[[], bool] = lambda: False) -> None:
         self.state.source = self.source_state()
         path = self.folder / "checkpoints" / f"{name}.pt"
-        self.state.save(path, history=self.records.history, with_replay=with_replay)
+        self.state.save(path, history=self.records.history, with_replay=with_replay, should_hurry=should_hurry)
 
     def close(self) -> None:
         """Ends threads and processes, closes files; may be called twice."""

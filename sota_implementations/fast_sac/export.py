@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def export(folder: Path, output: Path, *, checkpoint: str, batch: int = 16) -> f
     """Writes the model and returns the largest difference from torch, relative to the range of an action.
 
     Raises:
-        RuntimeError: when it is more than the tolerance. The file is removed.
+        RuntimeError: when it is more than the tolerance. Nothing was written.
     """
     import onnxruntime
 
@@ -102,20 +103,26 @@ def export(folder: Path, output: Path, *, checkpoint: str, batch: int = 16) -> f
         dynamo=True,
         verbose=False,
     )
-    program.save(str(output))
-    session = onnxruntime.InferenceSession(str(output), providers=["CPUExecutionProvider"])
-    worst = 0.0
-    for rows in (1, batch, 3 * batch + 1):
-        inputs = [torch.randn(rows, *shape, generator=generator) for shape in shapes]
-        with torch.no_grad():
-            wanted = policy(*inputs) / policy.half_range
-        found = session.run(None, {name: value.numpy() for name, value in zip(names, inputs, strict=True)})[0]
-        worst = max(worst, float(np.abs(found / policy.half_range.numpy() - wanted.numpy()).max()))
-    if not worst <= TOLERANCE:
-        output.unlink()
-        raise RuntimeError(
-            f"onnxruntime's actions must be within {TOLERANCE:g} of torch's, got {worst:g}; {output} was removed."
-        )
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        program.save(str(partial))
+        session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+        worst = 0.0
+        for rows in (1, batch, 3 * batch + 1):
+            inputs = [torch.randn(rows, *shape, generator=generator) for shape in shapes]
+            with torch.no_grad():
+                wanted = policy(*inputs) / policy.half_range
+            found = session.run(None, {name: value.numpy() for name, value in zip(names, inputs, strict=True)})[0]
+            difference = float(np.abs(found / policy.half_range.numpy() - wanted.numpy()).max())
+            worst = max(worst, difference) if difference == difference else math.inf
+        if worst > TOLERANCE:
+            raise RuntimeError(
+                f"onnxruntime's actions must be within {TOLERANCE:g} of torch's, got {worst:g}; {output} was not "
+                "written."
+            )
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
     return worst
 
 

@@ -28,6 +28,7 @@ class FastSACCollectorSettings(CollectorSettings):
     """How rows are collected; what workers have matters with ``async`` only."""
 
     steps_per_run: int
+    """Vector steps between two blocks of updates, in turns; workers push each step as it comes."""
     warm_up_actions: Literal["policy", "uniform"]
     """Who acts until then: the policy as initialised, or uniform draws from the action box."""
     governor: Literal["strict", "free"]

@@ -35,6 +35,14 @@ class Source(Protocol):
     stage: str
     """The learner's time that :meth:`feed` takes."""
 
+    def fill(self, replay: SlotReplayBuffer, *, warm_up: int, counted: int) -> None:
+        """Takes the replay that is to be filled.
+
+        Keyword Args:
+            warm_up (int): rows to come before the gate opens.
+            counted (int): rows that its collector will count from, see :meth:`load_state_dict`.
+        """
+
     def start(self, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Resets the streams, which may take long; returns how many rows came with it, fewer when asked to stop."""
 
@@ -82,8 +90,8 @@ class SyncSource:
         self._rows = settings.env.num_envs * settings.collector.steps_per_run
         self._replay: SlotReplayBuffer | None = None
 
-    def fill(self, replay: SlotReplayBuffer) -> None:
-        """Takes the replay that is to be filled."""
+    def fill(self, replay: SlotReplayBuffer, *, warm_up: int, counted: int) -> None:
+        """See :class:`Source`."""
         self._replay = replay
 
     def start(self, should_stop: Callable[[], bool] = lambda: False) -> int:
@@ -138,13 +146,16 @@ class AsyncSource(RingFeed):
         self.layout = record_layout(env, self._keys)
         env.close()
 
-    def fill(self, replay: SlotReplayBuffer) -> None:
-        """Starts the workers."""
+    def fill(self, replay: SlotReplayBuffer, *, warm_up: int, counted: int) -> None:
+        """See :class:`Source`; starts the workers."""
         settings, options = self._settings, self._settings.collector
         threads, share = settings.env.num_threads, options.env_threads
         if share is None and threads is not None:
             share = max(1, threads // options.num_workers)
         factory = partial(make_env, settings.env, seed=settings.seed, num_threads=share, evaluate=False)
+        # Only a policy that never learnt leaves the warm-up to uniform actions.
+        is_uniform = options.warm_up_actions == "uniform" and warm_up > 0 and not self._learner.updates
+        random_until = counted + warm_up if is_uniform else None
         collector = RingCollector(
             factory,
             self._learner.policy,
@@ -152,7 +163,7 @@ class AsyncSource(RingFeed):
             frames_per_batch=settings.env.num_envs,
             replay_buffer=replay,
             observation_keys=self._keys,
-            init_random_frames=options.learning_starts if options.warm_up_actions == "uniform" else None,
+            init_random_frames=random_until,
             cores=options.cores,
             seed=settings.seed,
             post_collect_hook=self._learner.observe,
@@ -162,7 +173,11 @@ class AsyncSource(RingFeed):
 
     def start(self, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Waits for the first step of every stream."""
-        return self.begin(self._settings.env.num_envs, should_stop)
+        return self.begin(self._settings.total_frames, should_stop)
+
+    def load_state_dict(self, state: dict[str, Any], *, frames: int) -> None:
+        """See :class:`Source`; a seed is the command line's."""
+        super().load_state_dict({**state, "seed": self._settings.seed} if state else state, frames=frames)
 
     def feed(self, *, learnt: bool, learning: bool) -> int:
         """See :class:`Source`."""

@@ -44,9 +44,11 @@ class Run(TrainingRun):
         )
         history = None if settings.resume_from is None else self.state.load(settings.resume_from)
         # Workers start from the weights of the checkpoint.
-        self.source.fill(replay)
-        self.source.load_state_dict(self.state.source, frames=self.counters.frames)
+        saved, frames = self.state.source, self.counters.frames
         empty_at = self.state.governor.state_dict()["base_rows"]
+        warm_up = empty_at + settings.collector.learning_starts - frames
+        self.source.fill(replay, warm_up=warm_up, counted=saved.get("frames", 0))
+        self.source.load_state_dict(saved, frames=frames)
         self.pacing = Pacing(settings, asynchronous=isinstance(self.source, AsyncSource), empty_at=empty_at)
         self.eval_env, self.eval_policy = make_eval_env(settings), learner.policy
         made.callback(_close, self.eval_env)
@@ -87,7 +89,8 @@ class Run(TrainingRun):
         """Resets the streams (EnvPool loads the models of 1,024 robots in about 40 s) and compiles gradient steps (80 s
         the first time), side by side where the streams are in worker processes.
         """
-        self.source.credit(self.counters.frames + self.settings.env.num_envs)
+        first, total = self.counters.frames + self.settings.env.num_envs, self.settings.total_frames
+        self.source.credit(first if total is None else min(first, total))
         self._prepare()
         self.counters.frames += self.source.start(should_stop)
 
@@ -111,11 +114,14 @@ class Run(TrainingRun):
         state, source, pacing = self.state, self.source, self.pacing
         learning = state.governor.is_open(state.counters.frames)
         source.credit(pacing.credit(state.counters.frames, behind=state.governor.due(state.counters.frames)))
-        with self.time.stage(source.stage):
-            rows = source.feed(learnt=state.learner.updates > 0, learning=learning)
+        rows, total = 0, self.settings.total_frames
+        if total is None or state.counters.frames < total:  # else updates are owed alone
+            with self.time.stage(source.stage):
+                rows = source.feed(learnt=state.learner.updates > 0, learning=learning)
         state.counters.frames += rows
         due = pacing.due(state.governor, state.counters.frames)
         if not rows and not due:
+            source.publish(state.learner.updates)  # what had to wait for the weights before
             self.time.wait()
             return {}
         with self.time.learning():

@@ -6,15 +6,40 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
+#: Bytes that are written at once: what stops a file is heard in between.
+_CHUNK = 1 << 26
 
-def save_checkpoint(path: str | Path, state: Mapping[str, Any], *, kind: str) -> Path:
+
+class _Writing:
+    """A file for :func:`torch.save`, whose own writer tells of no error but that a position is wrong."""
+
+    def __init__(self, file: BinaryIO, should_stop: Callable[[], bool]) -> None:
+        self._file, self._should_stop = file, should_stop
+        self.error: BaseException | None = None
+        self.flush = file.flush
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            for start in range(0, len(data), _CHUNK):
+                if self._should_stop():
+                    raise InterruptedError("save_checkpoint: it was asked to stop; the file is as it was.")
+                self._file.write(data[start : start + _CHUNK])
+        except BaseException as error:
+            self.error = error
+            raise
+        return len(data)
+
+
+def save_checkpoint(
+    path: str | Path, state: Mapping[str, Any], *, kind: str, should_stop: Callable[[], bool] = lambda: False
+) -> Path:
     """Writes a state of tensors and plain values; whoever looks sees the old file or the whole new one.
 
     Args:
@@ -23,16 +48,29 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], *, kind: str) ->
 
     Keyword Args:
         kind (str): what the file is, such as ``"torchrl_ext.fast_sac/1"``; :func:`load_checkpoint` asks for it.
+        should_stop (callable): asked while the file is written, every 64 MiB. Defaults to one that never says so.
 
     Returns:
         Path: the file.
+
+    Raises:
+        InterruptedError: if it was asked to stop. The old file is kept.
+        OSError: if the file cannot be written, such as on a full disk. The old file is kept.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
-            torch.save({**state, "kind": kind}, file)
+            writing = _Writing(file, should_stop)
+            try:
+                torch.save({**state, "kind": kind}, writing)  # type: ignore[arg-type]  # it needs write and flush alone
+            except Exception:
+                if isinstance(writing.error, OSError) and writing.error.filename is None:
+                    writing.error.filename = str(path)
+                if writing.error is not None:
+                    raise writing.error from None
+                raise
             file.flush()
             # Before the rename: after a power cut the new name must not point at empty blocks.
             os.fsync(file.fileno())

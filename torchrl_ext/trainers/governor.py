@@ -59,6 +59,10 @@ class UpdateGovernor:
         """Closes the gate again after ``rows`` rows, as when training goes on with an empty replay."""
         self._base_rows, self._base_updates = rows, self.updates
 
+    def settle(self, rows: int, owed: int) -> None:
+        """Counts on from ``rows``, where ``owed`` steps are due: those before were done at another ratio, or gate."""
+        self._base_updates += self.updates + owed - self.expected(rows)
+
     @property
     def warm_up_rows(self) -> int:
         """Rows before the first vector step that counts, since the gate was closed."""
@@ -91,11 +95,12 @@ class UpdateGovernor:
         """Restores :meth:`state_dict`.
 
         Raises:
-            ValueError: if a counter is missing or negative. Nothing was changed.
+            ValueError: if a counter is missing, or rows or updates are negative. Nothing was changed.
         """
         names = ("updates", "base_rows", "base_updates")
         values: list[Any] = [state.get(name) for name in names]
-        if not all(isinstance(value, int) and value >= 0 for value in values):
+        # A base is below zero where the ratio was raised.
+        if not all(isinstance(value, int) for value in values) or min(values[:2]) < 0:
             raise ValueError(
                 f"UpdateGovernor: the state must have the counters {list(names)}, got {dict(state)}. "
                 "Nothing was changed."
