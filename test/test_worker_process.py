@@ -140,6 +140,26 @@ def shared() -> Iterator[Shared]:
     state.ours.close(), state.theirs.close()
 
 
+class TestGarbage:
+    """Contract: garbage is collected as anywhere; what the worker imported is not looked through for it."""
+
+    def test_imports_are_set_aside_and_cycles_of_the_target_are_collected(self, shared):
+        def look(**_):
+            import gc
+            import weakref
+
+            class Node:
+                pass
+
+            node = Node()
+            node.itself, told = node, weakref.ref(node)
+            del node
+            gc.collect()
+            return gc.isenabled(), told() is None, gc.get_freeze_count() > 100_000
+
+        assert ask(shared.worker, look) == (True, True, True)
+
+
 class TestArguments:
     """Contract: what a worker is given is pickled before it starts; shared memory stays shared, the rest is a copy."""
 
